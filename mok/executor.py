@@ -1,0 +1,486 @@
+"""The layer on a CPU: runs a Schedule tile by tile in PyTorch; the CPU path and the kernels' twin.
+
+Every product is made in tiles of full height (128 rows) by one thread, because a CPU's matrix product gives a row the same bits wherever it
+stands in a tile and whatever the other rows hold, but not at another height nor with another number of threads. Sums over rows (weight
+gradients) go tile by tile, in order, into one accumulator that lives on when a minibatch ends. So no knob, no number of ranks and no other
+token of the batch can move a bit.
+
+Values are fp32 (fp64 for fp64 inputs), rounded to the dtype of x where `reference.py` rounds; in backward d_gate, d_up, w * h and each
+slot's d_x are rounded too, as they pass through memory, and weight gradients once at the end.
+
+Legend: T tokens of a rank, H hidden, I intermediate, L experts of this rank, K choices per token, M padded rows of this rank, N any rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mok.config import TILE_M, Tuning
+from mok.fabric import Call, Region
+from mok.schedule import Schedule, build_schedule, local_experts, sort_routes
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of accumulators: fp64 for fp64, fp32 for everything narrower."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@contextlib.contextmanager
+def exact() -> Iterator[None]:
+    """One thread for torch's operators of this Python thread, no autocast, no graph: the surroundings in which bits are what they are."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ---- the arithmetic of one tile ----
+
+
+def swiglu(gate: Tensor, up: Tensor, clamp: float | None) -> Tensor:
+    """silu(min(gate, L)) * clamp(up, -L, L) of wide values."""
+    if clamp is not None:
+        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    return gate * torch.sigmoid(gate) * up
+
+
+def swiglu_backward(gate: Tensor, up: Tensor, d_hidden: Tensor, clamp: float | None) -> tuple[Tensor, Tensor]:
+    """d_gate, d_up of `swiglu`. The gradient is zero where a value was clipped and passes at the boundary."""
+    gate_in, up_in = gate, up
+    if clamp is not None:
+        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    s = torch.sigmoid(gate)
+    d_gate = d_hidden * up * (s * (1 + gate * (1 - s)))
+    d_up = d_hidden * (gate * s)
+    if clamp is not None:
+        d_gate = torch.where(gate_in > clamp, 0, d_gate)
+        d_up = torch.where(up_in.abs() > clamp, 0, d_up)
+    return d_gate, d_up
+
+
+@dataclass(frozen=True)
+class Expert:
+    """One expert's weights, wide: gate and up [I, H], down [H, I]."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+    @staticmethod
+    def of(gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> Expert:
+        wide = wide_dtype(gate_IH.dtype)
+        return Expert(*(w.to(wide).contiguous() for w in (gate_IH, up_IH, down_HI)))
+
+    def gate_up(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """gate, up of one tile of wide rows, rounded."""
+        return (x @ self.gate.T).to(dtype), (x @ self.up.T).to(dtype)
+
+
+@dataclass
+class ExpertGradient:
+    """The accumulators of one expert's weight gradients, wide; tiles are added in row order."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+    @staticmethod
+    def zeros(expert: Expert) -> ExpertGradient:
+        return ExpertGradient(*(torch.zeros_like(w) for w in (expert.gate, expert.up, expert.down)))
+
+    def add_tile(self, x: Tensor, d_y: Tensor, d_gate: Tensor, d_up: Tensor, hidden: Tensor) -> None:
+        self.gate.addmm_(d_gate.T, x)
+        self.up.addmm_(d_up.T, x)
+        self.down.addmm_(d_y.T, hidden)
+
+
+def _tiles(rows: int) -> range:
+    return range(0, rows, TILE_M)
+
+
+def _full_tile(x_NH: Tensor, start: int, dtype: torch.dtype) -> Tensor:
+    """Rows start..start + 128 of x, wide and contiguous, zeros past the end."""
+    tile = x_NH[start : start + TILE_M].to(dtype)
+    if tile.shape[0] == TILE_M:
+        return tile.contiguous()
+    return torch.cat([tile, tile.new_zeros(TILE_M - tile.shape[0], tile.shape[1])])
+
+
+# ---- dense rows: router and shared experts ----
+
+
+class _RowLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_NH: Tensor, weight_OH: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x_NH, weight_OH)
+        wide = wide_dtype(x_NH.dtype)
+        out = x_NH.new_empty(x_NH.shape[0], weight_OH.shape[0], dtype=wide)
+        with exact():
+            weight = weight_OH.to(wide).contiguous()
+            for start in _tiles(x_NH.shape[0]):
+                rows = out[start : start + TILE_M]
+                rows.copy_((_full_tile(x_NH, start, wide) @ weight.T)[: rows.shape[0]])
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[no-untyped-def]
+        x_NH, weight_OH = ctx.saved_tensors
+        wide = wide_dtype(x_NH.dtype)
+        d_x = torch.empty_like(x_NH, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
+        d_weight = torch.zeros_like(weight_OH, dtype=wide) if ctx.needs_input_grad[1] else None
+        with exact():
+            weight = weight_OH.to(wide).contiguous()
+            for start in _tiles(x_NH.shape[0]):
+                d_tile = _full_tile(d_out, start, wide)
+                if d_x is not None:
+                    rows = d_x[start : start + TILE_M]
+                    rows.copy_((d_tile @ weight)[: rows.shape[0]])
+                if d_weight is not None:
+                    d_weight.addmm_(d_tile.T, _full_tile(x_NH, start, wide))
+        return d_x, None if d_weight is None else d_weight.to(weight_OH.dtype)
+
+
+def row_linear(x_NH: Tensor, weight_OH: Tensor) -> Tensor:
+    """x W^T in fp32 (fp64 for fp64): wide [N, O]. A row's bits depend on nothing but the row and W."""
+    return _RowLinear.apply(x_NH, weight_OH)
+
+
+class _RowSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_NH, gate_IH, up_IH, down_HI, clamp):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x_NH, gate_IH, up_IH, down_HI)
+        ctx.clamp = clamp
+        dtype, wide = x_NH.dtype, wide_dtype(x_NH.dtype)
+        out = torch.empty_like(x_NH, dtype=wide, memory_format=torch.contiguous_format)
+        with exact():
+            expert = Expert.of(gate_IH, up_IH, down_HI)
+            for start in _tiles(x_NH.shape[0]):
+                gate, up = expert.gate_up(_full_tile(x_NH, start, wide), dtype)
+                hidden = swiglu(gate.to(wide), up.to(wide), clamp).to(dtype).to(wide)
+                rows = out[start : start + TILE_M]
+                rows.copy_((hidden @ expert.down.T).to(dtype)[: rows.shape[0]])
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_out):  # type: ignore[no-untyped-def]
+        x_NH, gate_IH, up_IH, down_HI = ctx.saved_tensors
+        dtype, wide = x_NH.dtype, wide_dtype(x_NH.dtype)
+        d_x = torch.empty_like(x_NH, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
+        with exact():
+            expert = Expert.of(gate_IH, up_IH, down_HI)
+            gradient = ExpertGradient.zeros(expert)
+            for start in _tiles(x_NH.shape[0]):
+                x = _full_tile(x_NH, start, wide)
+                d_y = _full_tile(d_out.to(dtype), start, wide)
+                gate, up = (t.to(wide) for t in expert.gate_up(x, dtype))
+                hidden = swiglu(gate, up, ctx.clamp).to(dtype).to(wide)
+                d_gate, d_up = (t.to(dtype).to(wide) for t in swiglu_backward(gate, up, d_y @ expert.down, ctx.clamp))
+                gradient.add_tile(x, d_y, d_gate, d_up, hidden)
+                if d_x is not None:
+                    rows = d_x[start : start + TILE_M]
+                    rows.copy_((d_gate @ expert.gate + d_up @ expert.up)[: rows.shape[0]])
+        return d_x, gradient.gate.to(dtype), gradient.up.to(dtype), gradient.down.to(dtype), None
+
+
+def row_swiglu(x_NH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, clamp: float | None = None) -> Tensor:
+    """The SwiGLU feed-forward of `reference.swiglu` on every row: wide [N, H] with the values of a rounded result, rows independent.
+
+    Gate and up are not kept for backward but computed again.
+    """
+    return _RowSwiGLU.apply(x_NH, gate_IH, up_IH, down_HI, clamp)
+
+
+# ---- the regions that peers see ----
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one rank brings to a call; equal on all ranks but for `tokens`."""
+
+    tokens: int
+    hidden: int
+    top_k: int
+    num_experts: int
+    dtype: torch.dtype
+
+    @property
+    def slots(self) -> int:
+        return self.tokens * self.top_k
+
+    def _published(self) -> list[Region]:
+        return [
+            Region("counts", (self.num_experts,), torch.int64),
+            Region("order", (self.slots,), torch.int32),
+            Region("x", (self.tokens, self.hidden), self.dtype),
+        ]
+
+    def forward_regions(self) -> list[Region]:
+        """x is read by peers; y has one slot per (token, k), each written by the one owner of its expert."""
+        return [*self._published(), Region("y", (self.slots, self.hidden), self.dtype)]
+
+    def backward_regions(self) -> list[Region]:
+        wide = wide_dtype(self.dtype)
+        return [
+            *self._published(),
+            Region("d_y", (self.tokens, self.hidden), self.dtype),
+            Region("weights", (self.slots,), wide),
+            Region("d_weights", (self.slots,), wide),
+            Region("d_x", (self.slots, self.hidden), self.dtype),
+        ]
+
+
+# ---- the two row movers ----
+
+
+def dispatch(call: Call, schedule: Schedule, region: str, rows: slice, top_k: int, out: Tensor) -> None:
+    """Pull rows of a peer-visible [T, ...] region into out; padding rows become zero."""
+    source, token = schedule.peer_rank[rows], schedule.peer_token_idx[rows] // top_k
+    out.zero_()
+    for rank in range(call.size):
+        here = (source == rank).nonzero()[:, 0]
+        if len(here):
+            out[here] = call.region(region, rank)[token[here]]
+
+
+def push(call: Call, schedule: Schedule, region: str, rows: slice, values: Tensor) -> None:
+    """Write each row to its slot of a peer-visible [T * K, ...] region of its source; padding rows go nowhere."""
+    source, slot = schedule.peer_rank[rows], schedule.peer_token_idx[rows]
+    for rank in range(call.size):
+        here = (source == rank).nonzero()[:, 0]
+        if len(here):
+            call.region(region, rank)[slot[here]] = values[here]
+
+
+def _minibatches(rows: int, tuning: Tuning) -> list[slice]:
+    return [slice(start, min(start + tuning.minibatch, rows)) for start in range(0, rows, tuning.minibatch)]
+
+
+class Ring:
+    """M rows of a destination: row r lives in slot r mod M. Dispatch runs ahead until the ring is full; done minibatches free their slots."""
+
+    def __init__(self, rows: int, tuning: Tuning, widths: dict[str, int], dtypes: dict[str, torch.dtype]) -> None:
+        self.size = min(tuning.macrobatch, -(-rows // tuning.minibatch) * tuning.minibatch)
+        self.buffers = {name: torch.empty(self.size, width, dtype=dtypes[name]) for name, width in widths.items()}
+
+    def slots(self, name: str, rows: slice) -> Tensor:
+        first = rows.start % self.size
+        return self.buffers[name][first : first + rows.stop - rows.start]
+
+
+def _run_through_ring(minibatches: list[slice], ring: Ring) -> Iterator[tuple[str, slice]]:
+    """The order of work: ("dispatch", rows) as far ahead as the ring allows, then ("compute", rows) of the oldest minibatch."""
+    dispatched = 0
+    for rows in minibatches:
+        while dispatched < len(minibatches) and minibatches[dispatched].stop - rows.start <= ring.size:
+            yield "dispatch", minibatches[dispatched]
+            dispatched += 1
+        yield "compute", rows
+
+
+def _segments(schedule: Schedule, rows: slice) -> Iterator[tuple[int, range]]:
+    """(expert, first rows of its tiles) for the runs of tiles of one expert within rows."""
+    tiles = schedule.tile_expert[rows.start // TILE_M : rows.stop // TILE_M].tolist()
+    start = 0
+    for i in range(1, len(tiles) + 1):
+        if i == len(tiles) or tiles[i] != tiles[start]:
+            yield tiles[start], range(rows.start + start * TILE_M, rows.start + i * TILE_M, TILE_M)
+            start = i
+
+
+# ---- forward ----
+
+
+def publish(call: Call, shape: Shape, ids_TK: Tensor, values: dict[str, Tensor]) -> tuple[Schedule, Tensor]:
+    """Copy this rank's routes and values to where peers see them, wait for theirs, and build this rank's schedule.
+
+    Returns the schedule and the int64 counts [R, E] of every rank's routes.
+    """
+    routes = sort_routes(ids_TK, shape.num_experts)
+    for name, value in {"counts": routes.counts, "order": routes.order, **values}.items():
+        call.region(name).copy_(value)
+    call.signal("published")
+    for peer in range(call.size):
+        call.wait("published", peer, task="schedule")
+    counts_RE = torch.stack([call.region("counts", peer) for peer in range(call.size)])
+    orders = [call.region("order", peer) for peer in range(call.size)]
+    return build_schedule(counts_RE, orders, local_experts(shape.num_experts, call.size, call.rank)), counts_RE
+
+
+def forward(
+    call: Call,
+    shape: Shape,
+    tuning: Tuning,
+    x_TH: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    gate_LIH: Tensor,
+    up_LIH: Tensor,
+    down_LHI: Tensor,
+    *,
+    shared: Tensor | None = None,
+    clamp: float | None = None,
+    save: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """publish, schedule, then minibatch by minibatch dispatch, up, down and push, then combine.
+
+    Returns out [T, H], gate and up [C, I] of the first C rows (kept for backward), and the int64 counts [R, E] of every rank's routes.
+    """
+    dtype, wide = shape.dtype, wide_dtype(shape.dtype)
+    schedule, counts_RE = publish(call, shape, ids_TK, {"x": x_TH})
+
+    rows_M, width = int(schedule.num_tokens), gate_LIH.shape[1]
+    saved = 0 if not save else rows_M if tuning.saved_rows is None else min(rows_M, tuning.saved_rows // TILE_M * TILE_M)
+    gate_CI, up_CI = (torch.empty(saved, width, dtype=dtype) for _ in range(2))
+    ring = Ring(rows_M, tuning, {"x": shape.hidden, "y": shape.hidden}, {"x": dtype, "y": dtype})
+    for task, rows in _run_through_ring(_minibatches(rows_M, tuning), ring):
+        if task == "dispatch":
+            dispatch(call, schedule, "x", rows, shape.top_k, ring.slots("x", rows))
+            continue
+        x, y = ring.slots("x", rows), ring.slots("y", rows)
+        for e, tiles in _segments(schedule, rows):
+            expert = Expert.of(gate_LIH[e], up_LIH[e], down_LHI[e])
+            for row in tiles:
+                tile = slice(row - rows.start, row - rows.start + TILE_M)
+                gate, up = expert.gate_up(x[tile].to(wide), dtype)
+                if row < saved:
+                    gate_CI[row : row + TILE_M], up_CI[row : row + TILE_M] = gate, up
+                hidden = swiglu(gate.to(wide), up.to(wide), clamp).to(dtype).to(wide)
+                y[tile] = hidden @ expert.down.T
+        push(call, schedule, "y", rows, y)
+    call.signal("pushed")
+    for peer in range(call.size):
+        call.wait("pushed", peer, task="combine")
+    out = combine(call.region("y"), ids_TK, weights_TK, shared, wide).to(dtype)
+    return out, gate_CI, up_CI, counts_RE
+
+
+def combine(slots: Tensor, ids_TK: Tensor, weights_TK: Tensor | None, shared: Tensor | None, wide: torch.dtype) -> Tensor:
+    """shared + sum_k w_k * slot[t, k], k ascending, wide; w = 1 when weights are None; masked slots are never looked at."""
+    tokens, top_k = ids_TK.shape
+    slots = slots.view(tokens, top_k, slots.shape[-1])
+    total = torch.zeros(tokens, slots.shape[2], dtype=wide) if shared is None else shared.to(wide, copy=True)
+    for k in range(top_k):
+        term = slots[:, k].to(wide)
+        if weights_TK is not None:
+            term = term * weights_TK[:, k, None]
+        total = torch.where(ids_TK[:, k, None] >= 0, total + term, total)
+    return total
+
+
+# ---- backward ----
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which gradients are asked for: of this rank's experts, and by any rank of its x or its router weights."""
+
+    experts: bool
+    x: bool
+    weights: bool
+
+
+def backward(
+    call: Call,
+    shape: Shape,
+    tuning: Tuning,
+    gate_CI: Tensor,
+    up_CI: Tensor,
+    d_out_TH: Tensor,
+    x_TH: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    gate_LIH: Tensor,
+    up_LIH: Tensor,
+    down_LHI: Tensor,
+    *,
+    clamp: float | None,
+    needs: Needs,
+    main_grads: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
+    """publish dY, x and weights, then minibatch by minibatch dHid with the SwiGLU gradient, dX pushed home, weight gradients.
+
+    main_grads: fp32 accumulators [L, ...] to add to instead of returning a gradient. Returns d_x [T, H], d_weights [T, K] wide, and the
+    gradients of gate, up and down in their own dtype; None for what is not asked for or went into main_grads.
+    """
+    dtype, wide = shape.dtype, wide_dtype(shape.dtype)
+    schedule, _ = publish(call, shape, ids_TK, {"x": x_TH, "d_y": d_out_TH, "weights": weights_TK.reshape(-1)})
+
+    weights_LIH = (gate_LIH, up_LIH, down_LHI)
+    gradients = [
+        torch.zeros_like(w, memory_format=torch.contiguous_format) if needs.experts and main is None else None
+        for w, main in zip(weights_LIH, main_grads, strict=True)
+    ]
+
+    def retire(done: tuple[int, Expert, ExpertGradient | None] | None) -> None:
+        if done is None or done[2] is None:
+            return
+        e, _, gradient = done
+        for total, out, main in zip((gradient.gate, gradient.up, gradient.down), gradients, main_grads, strict=True):
+            if main is not None:
+                main[e] += total
+            elif out is not None:
+                out[e] = total
+
+    rows_M, saved = int(schedule.num_tokens), gate_CI.shape[0]
+    ring = Ring(
+        rows_M,
+        tuning,
+        {"x": shape.hidden, "d_y": shape.hidden, "d_x": shape.hidden, "weights": 1, "d_weights": 1},
+        {"x": dtype, "d_y": dtype, "d_x": dtype, "weights": wide, "d_weights": wide},
+    )
+    current: tuple[int, Expert, ExpertGradient | None] | None = None  # carried from minibatch to minibatch
+    for task, rows in _run_through_ring(_minibatches(rows_M, tuning), ring):
+        x, d_y, d_x = ring.slots("x", rows), ring.slots("d_y", rows), ring.slots("d_x", rows)
+        weights, d_weights = ring.slots("weights", rows), ring.slots("d_weights", rows)
+        if task == "dispatch":
+            if needs.experts or rows.stop > saved:
+                dispatch(call, schedule, "x", rows, shape.top_k, x)
+            dispatch(call, schedule, "d_y", rows, shape.top_k, d_y)
+            dispatch(call, schedule, "weights", rows, 1, weights[:, 0])  # a region of [T * K] is read slot by slot
+            continue
+        for e, tiles in _segments(schedule, rows):
+            if current is None or current[0] != e:
+                retire(current)
+                expert = Expert.of(gate_LIH[e], up_LIH[e], down_LHI[e])
+                current = (e, expert, ExpertGradient.zeros(expert) if needs.experts else None)
+            _, expert, gradient = current
+            for row in tiles:
+                tile = slice(row - rows.start, row - rows.start + TILE_M)
+                x_tile, d_y_tile, w = x[tile].to(wide), d_y[tile].to(wide), weights[tile]
+                if row < saved:
+                    gate, up = gate_CI[row : row + TILE_M], up_CI[row : row + TILE_M]
+                else:
+                    gate, up = expert.gate_up(x_tile, dtype)
+                gate, up = gate.to(wide), up.to(wide)
+                hidden = swiglu(gate, up, clamp).to(dtype).to(wide)
+                d_hidden = d_y_tile @ expert.down
+                if needs.weights:
+                    d_weights[tile] = (d_hidden * hidden).sum(1, keepdim=True)
+                if needs.experts or needs.x:
+                    d_gate, d_up = (t.to(dtype).to(wide) for t in swiglu_backward(gate, up, d_hidden * w, clamp))
+                if gradient is not None:
+                    gradient.add_tile(x_tile, d_y_tile, d_gate, d_up, (hidden * w).to(dtype).to(wide))
+                if needs.x:
+                    d_x[tile] = d_gate @ expert.gate + d_up @ expert.up
+        if needs.x:
+            push(call, schedule, "d_x", rows, d_x)
+        if needs.weights:
+            push(call, schedule, "d_weights", rows, d_weights[:, 0])
+    retire(current)
+    call.signal("pushed")
+    for peer in range(call.size):
+        call.wait("pushed", peer, task="backward combine")
+
+    d_x_TH = combine(call.region("d_x"), ids_TK, None, None, wide).to(dtype) if needs.x else None
+    d_weights_TK = torch.where(ids_TK >= 0, call.region("d_weights").view(ids_TK.shape), 0) if needs.weights else None
+    return d_x_TH, d_weights_TK, gradients

@@ -1,0 +1,316 @@
+"""The layer: `MoE` (an nn.Module), `moe` (given ids and weights), and their autograd.
+
+Gradients are sums over the tokens of the whole expert-parallel group and nothing is divided: an expert's weight gradient is the same
+whether its tokens came from one rank or from eight. Where the loss is a mean over the tokens of R ranks, each rank divides its own sum by
+the tokens of all. Under data parallelism that averages gradients over R ranks (DDP, FSDP), the experts' gradients are already sums over
+their group: divide them by R as the others are, do not average them over the group a second time.
+
+Legend: T tokens of a rank, H hidden, I intermediate, E experts in all, K choices per token, R ranks, S width of the shared experts.
+"""
+
+from __future__ import annotations
+
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from mok import ops
+from mok.config import MoEConfig, Tuning
+from mok.executor import row_linear, row_swiglu, wide_dtype
+from mok.fabric import HostFabric, host_fabric
+from mok.ops import Inputs, MainGrads, Problem
+from mok.router import Router, _Sigmoid, balance_loss
+from mok.schedule import local_experts
+
+Group = dist.ProcessGroup | HostFabric | None
+
+
+class _RoutedExperts(torch.autograd.Function):
+    """Forward and backward of a call that all ranks have agreed on. `anchor` makes the output differentiable where nothing else does."""
+
+    @staticmethod
+    def forward(ctx, anchor, x, ids, weights, gate, up, down, shared, call, problem, main_grads):  # type: ignore[no-untyped-def]
+        inputs = Inputs(x, ids, weights, gate, up, down)
+        out, gate_CI, up_CI, counts_RE = ops.run_forward(call, problem, inputs, shared, save=ctx.needs_input_grad[0])
+        ctx.save_for_backward(x, ids, weights, gate, up, down, gate_CI, up_CI)
+        ctx.rest = (problem, main_grads, None if shared is None else shared.dtype)
+        counts_E = counts_RE.sum(0)
+        ctx.mark_non_differentiable(counts_E)
+        return out, counts_E
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_out, _):  # type: ignore[no-untyped-def]
+        *inputs, gate_CI, up_CI = ctx.saved_tensors
+        problem, main_grads, shared_dtype = ctx.rest
+        _, need_x, _, need_weights, *need_experts, need_shared = ctx.needs_input_grad[:8]
+        asked = (need_x, need_weights, any(need_experts))
+        d_x, d_weights, d_experts = ops.run_backward(problem, Inputs(*inputs), gate_CI, up_CI, d_out, asked, main_grads)
+        d_experts = [d if need else None for d, need in zip(d_experts, need_experts, strict=True)]
+        d_shared = d_out.to(shared_dtype) if need_shared else None
+        return None, d_x if need_x else None, None, d_weights if need_weights else None, *d_experts, d_shared, None, None, None
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _main_grad(parameter: Tensor) -> Tensor | None:
+    main = getattr(parameter, "main_grad", None)
+    return None if main is None else _local(main)
+
+
+def _routed(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_EIH: Tensor,
+    up_EIH: Tensor,
+    down_EHI: Tensor,
+    shared: Tensor | None,
+    num_experts: int,
+    clamp: float | None,
+    fabric: HostFabric,
+    group_name: str,
+    tuning: Tuning,
+) -> tuple[Tensor, Tensor]:
+    """out [T, H] and the counts int64 [E] of the group's routes."""
+    main_grads: MainGrads = (_main_grad(gate_EIH), _main_grad(up_EIH), _main_grad(down_EHI))
+    gate, up, down = _local(gate_EIH), _local(up_EIH), _local(down_EHI)
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        x, gate, up, down = (t.to(dtype) for t in (x, gate, up, down))
+    if weights.dtype.is_floating_point:  # anything else is refused with all ranks
+        weights = weights.to(wide_dtype(x.dtype))
+    if torch.compiler.is_compiling():
+        if isinstance(fabric, HostFabric) and fabric.size > 1 and not group_name:
+            raise ValueError("group: virtual ranks cannot be compiled; give a torch.distributed group")
+        settings = (group_name, num_experts, clamp, tuning.minibatch, tuning.macrobatch, tuning.timeout_s)
+        return ops.cpu_forward(x, ids, weights, gate, up, down, shared, *settings)
+    problem = Problem(fabric, tuning, num_experts, clamp)
+    asked = (x.requires_grad, weights.requires_grad, any(w.requires_grad for w in (gate, up, down)))
+    call = ops.begin("forward", problem, Inputs(x, ids, weights, gate, up, down), asked, shared=shared, main_grads=main_grads)
+    # A rank from which nothing is asked must still come to backward when another rank needs its experts.
+    anchor = torch.empty(0, requires_grad=any(any(request["asked"]) for request in call.requests))
+    return _RoutedExperts.apply(anchor, x, ids, weights, gate, up, down, shared, call, problem, main_grads)
+
+
+def moe(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_EIH: Tensor,
+    up_EIH: Tensor,
+    down_EHI: Tensor,
+    *,
+    shared: Tensor | None = None,
+    clamp: float | None = None,
+    num_experts: int | None = None,
+    group: Group = None,
+    tuning: Tuning | None = None,
+) -> Tensor:
+    """Routed SwiGLU experts for given choices: out = shared + sum_k w_k * expert_{ids_k}(x), k ascending in fp32, rounded once.
+
+    With a group of R ranks every rank calls it, with any number of tokens (0 included), and holds the experts that
+    `mok.schedule.local_experts` gives it.
+
+    Args:
+        x: [..., H], fp64, fp32, bf16 or fp16; under autocast it and the expert weights are cast to autocast's dtype.
+        ids: int64 or int32 [..., K], -1 masks a slot; the same expert may stand twice.
+        weights: [..., K], any floating-point dtype, used in fp32 (fp64 for fp64 x); a masked slot's weight is never read.
+        gate_EIH, up_EIH: [L, I, H] experts of this rank; down_EHI: [L, H, I]; in the dtype of x. Where a parameter has an attribute
+            `main_grad` (fp32, same shape) its gradient is added into that and `.grad` stays None.
+        shared: [..., H] added first, in fp32; the shared experts' output.
+        clamp: L of silu(min(gate, L)) * clamp(up, -L, L); None for none.
+        num_experts: E; needed when the group has more than one rank.
+        group: a torch.distributed group, a virtual rank (`mok.fabric.virtual_ranks`), or None for this rank alone.
+        tuning: knobs; none moves a bit.
+
+    Returns:
+        [..., H] in the dtype of x.
+
+    Raises:
+        ValueError, TypeError: bad or disagreeing arguments; the same on every rank, before anything is computed.
+        FabricError: a rank of the group did not come, died, or was too slow (`Tuning.timeout_s`); it says which.
+    """
+    fabric = host_fabric(group)
+    if num_experts is None:
+        if fabric.size > 1:
+            raise ValueError("num_experts=None: must be given when the group has more than one rank")
+        num_experts = gate_EIH.shape[0]
+    flat_shared = None if shared is None else _flat(shared)
+    tuning = Tuning() if tuning is None else tuning
+    group_name = group.group_name if isinstance(group, dist.ProcessGroup) and fabric.size > 1 else ""
+    arguments = (_flat(x), _flat(ids), _flat(weights), gate_EIH, up_EIH, down_EHI, flat_shared)
+    out, _ = _routed(*arguments, num_experts, clamp, fabric, group_name, tuning)
+    return out.view(x.shape)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """[..., W] as [N, W]; a tensor with fewer than two dimensions is left for the checks to refuse."""
+    return tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 2 else tensor
+
+
+class SharedExperts(nn.Module):
+    """The shared experts as one SwiGLU of width S, on every token. Parameters gate_SH, up_SH, down_HS and, with a gate, output_gate_H."""
+
+    def __init__(self, config: MoEConfig, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        hidden, width = config.hidden_size, config.shared_width
+        self.clamp = config.shared_clamp
+        self.gate_SH = nn.Parameter(torch.empty(width, hidden, dtype=dtype, device=device))
+        self.up_SH = nn.Parameter(torch.empty(width, hidden, dtype=dtype, device=device))
+        self.down_HS = nn.Parameter(torch.empty(hidden, width, dtype=dtype, device=device))
+        self.output_gate_H = nn.Parameter(torch.empty(hidden, dtype=dtype, device=device)) if config.shared_gate else None
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        """[T, H] in fp32 (fp64 for fp64): the term that combine adds first."""
+        weights = [self.gate_SH, self.up_SH, self.down_HS]
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
+            x_TH, weights = x_TH.to(dtype), [w.to(dtype) for w in weights]
+        out = row_swiglu(x_TH, *weights, self.clamp)
+        if self.output_gate_H is not None:
+            out = out * _Sigmoid.apply(row_linear(x_TH, self.output_gate_H[None]))
+        return out
+
+
+class MoE(nn.Module):
+    """A Mixture-of-Experts layer over an expert-parallel group.
+
+    Parameters: `gate_EIH`, `up_EIH` [L, I, H] and `down_EHI` [L, H, I], the experts of this rank (DTensors sharded over the group where
+    it is a torch.distributed group of several ranks, so that checkpoints load at any group size); `router` and `shared`, replicated:
+    their gradients are those of this rank's tokens and are reduced as any data-parallel parameter.
+
+    All ranks of a group build the layer with the same seed: replicated parameters must be equal, and an expert's first weights depend on
+    the seed and its index, not on the number of ranks.
+
+    Args:
+        config: the problem.
+        group: a torch.distributed group, a virtual rank, or None for this rank alone.
+        tuning: the knobs; none moves a bit.
+        dtype, device: of the parameters.
+
+    Attributes:
+        tokens_per_expert: int64 [E], how many routes each expert got from the whole group in the last training forward.
+        balance_loss: the sequence-wise balance loss of the last training forward times its weight (to be added to the loss), or None.
+    """
+
+    tokens_per_expert: Tensor
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        group: Group = None,
+        *,
+        tuning: Tuning | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.tuning = Tuning() if tuning is None else tuning
+        self.fabric = host_fabric(group)
+        self.group_name = group.group_name if isinstance(group, dist.ProcessGroup) and self.fabric.size > 1 else ""
+        experts = local_experts(config.num_experts, self.fabric.size, self.fabric.rank)
+        mesh = DeviceMesh.from_group(group, "cpu") if self.group_name else None
+
+        def shard(rows: int, columns: int) -> nn.Parameter:
+            local = torch.empty(len(experts), rows, columns, dtype=dtype, device=device)
+            if mesh is None:
+                return nn.Parameter(local)
+            shape, stride = (config.num_experts, rows, columns), (rows * columns, columns, 1)
+            return nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], shape=torch.Size(shape), stride=stride))
+
+        self.router = Router(config, dtype=dtype, device=device)
+        self.gate_EIH = shard(config.intermediate_size, config.hidden_size)
+        self.up_EIH = shard(config.intermediate_size, config.hidden_size)
+        self.down_EHI = shard(config.hidden_size, config.intermediate_size)
+        self.shared = SharedExperts(config, dtype=dtype, device=device) if config.num_shared_experts else None
+        self.register_buffer("tokens_per_expert", torch.zeros(config.num_experts, dtype=torch.int64, device=device), persistent=False)
+        self.balance_loss: Tensor | None = None
+        self._uncounted = False
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """The router's own start; normal weights of deviation 1 / sqrt(fan-in) for all experts, from torch's default generator."""
+        self.router.reset_parameters()
+        seed = int(torch.randint(2**40, ()))
+        experts = local_experts(self.config.num_experts, self.fabric.size, self.fabric.rank)
+        for parameter in (self.gate_EIH, self.up_EIH, self.down_EHI):
+            seed += self.config.num_experts
+            for local, e in enumerate(experts):
+                weight = _local(parameter)[local]
+                weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed + e)) * weight.shape[1] ** -0.5)
+        for parameter in self.shared.parameters() if self.shared is not None else ():
+            parameter.copy_(torch.randn(parameter.shape) * parameter.shape[-1] ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., H] in the parameters' dtype (any floating-point dtype under autocast) -> the same shape.
+
+        Where the balance loss is on, the last dimension but one counts the tokens of a sequence. Raises as `moe`.
+        """
+        if x.dim() == 0 or x.shape[-1] != self.config.hidden_size:
+            self._refuse(ValueError(f"x has shape {tuple(x.shape)}: must be [..., H] with H=hidden_size={self.config.hidden_size}"))
+        if x.dtype != self.router.weight.dtype and not torch.is_autocast_enabled("cpu"):
+            self._refuse(TypeError(f"x has dtype {x.dtype}: must be that of the parameters, {self.router.weight.dtype}, outside autocast"))
+        flat = x.reshape(-1, x.shape[-1])
+        routing = self.router(flat)
+        shared = self.shared(flat) if self.shared is not None else None
+        out = self.routed(flat, routing.ids_TK, routing.weights_TK, shared)
+        if self.training and self.config.balance_loss_weight > 0:
+            tokens = x.shape[-2] if x.dim() > 1 else 1
+            loss = balance_loss(routing.scores_TE, routing.ids_TK, self.config, tokens)
+            self.balance_loss = self.config.balance_loss_weight * loss
+        return out.view(x.shape)
+
+    def routed(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, shared: Tensor | None = None) -> Tensor:
+        """Dispatch, experts and combine for given choices; see `moe`."""
+        out, counts_E = _routed(
+            x_TH, ids_TK, weights_TK, self.gate_EIH, self.up_EIH, self.down_EHI, shared,
+            self.config.num_experts, self.config.clamp, self.fabric, self.group_name, self.tuning,
+        )  # fmt: skip
+        if self._counts_now():
+            self.tokens_per_expert.copy_(counts_E)
+        return out
+
+    def update_bias(self, rate: float, tokens_per_expert: Tensor | None = None) -> None:
+        """Loss-free balancing: raise the selection bias of experts below the mean load by rate and lower that of those above.
+
+        tokens_per_expert: int [E]; default: the last training forward's. With several forwards per step, or several groups, pass the sum.
+
+        Raises:
+            ValueError: the config has no selection bias.
+        """
+        self.router.update_bias(self.tokens_per_expert if tokens_per_expert is None else tokens_per_expert, rate)
+
+    def _counts_now(self) -> bool:
+        """Whether this forward is a training step's own: not eval, not no_grad, not a recompute of activation checkpointing.
+
+        Reentrant checkpointing runs the step's forward under no_grad and its recompute with gradients: there the recompute counts.
+        """
+        if not self.training:
+            return False
+        if torch.compiler.is_compiling():
+            return torch.is_grad_enabled()
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not torch.is_grad_enabled():
+            self._uncounted = self._uncounted or not in_backward
+            return False
+        counts = not in_backward or self._uncounted
+        self._uncounted = False
+        return counts
+
+    def _refuse(self, error: Exception) -> None:
+        """Raise the error on every rank of the group."""
+        self.fabric.begin("forward", {}, lambda request: [], error=error, timeout_s=self.tuning.timeout_s)
+
+    def extra_repr(self) -> str:
+        c = self.config
+        return f"H={c.hidden_size}, I={c.intermediate_size}, E={c.num_experts}, K={c.top_k}, score={c.score}, ranks={self.fabric.size}"
+
+

@@ -1,0 +1,281 @@
+"""One collective call of the CPU layer (checks, agreement, forward, backward) and the same as torch.library operators for torch.compile.
+
+The operators `mok::cpu_forward` and `mok::cpu_backward` have shapes that follow from their inputs alone: they keep nothing between forward
+and backward but compute gate and up again, which no bit shows.
+
+Legend: T tokens of a rank, H hidden, I intermediate, E experts in all, L experts of this rank, K choices per token, C saved rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mok import executor
+from mok.config import Tuning
+from mok.executor import Needs, Shape, exact, wide_dtype
+from mok.fabric import Call, HostFabric, Region, host_fabric
+from mok.schedule import local_experts
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a call is about beside its tensors."""
+
+    fabric: HostFabric
+    tuning: Tuning
+    num_experts: int
+    clamp: float | None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """x [T, H], ids and weights [T, K], expert weights gate and up [L, I, H], down [L, H, I]."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+    def shape(self, problem: Problem) -> Shape:
+        return Shape(self.x.shape[0], self.x.shape[1], self.ids.shape[1], problem.num_experts, self.x.dtype)
+
+
+MainGrads = tuple[Tensor | None, Tensor | None, Tensor | None]
+NO_MAIN_GRADS: MainGrads = (None, None, None)
+
+
+def _check(problem: Problem, inputs: Inputs, shared: Tensor | None, main_grads: MainGrads) -> None:
+    """Everything that can be wrong with one rank's arguments, said before any rank computes."""
+    x, ids, weights = inputs.x, inputs.ids, inputs.weights
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}: must be [..., H]")
+    tokens, hidden = x.shape
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x has dtype {x.dtype}: must be one of {', '.join(map(str, DTYPES))}")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"ids has dtype {ids.dtype}: must be int64 or int32")
+    if ids.dim() != 2 or ids.shape[0] != tokens or ids.shape[1] < 1:
+        raise ValueError(f"ids has shape {tuple(ids.shape)}: must be [T, K] with T={tokens} as x and K at least 1")
+    if weights.shape != ids.shape:
+        raise ValueError(f"weights has shape {tuple(weights.shape)}: must be that of ids, {tuple(ids.shape)}")
+    if not weights.dtype.is_floating_point:
+        raise TypeError(f"weights has dtype {weights.dtype}: must be a floating-point dtype")
+    experts = {"gate_EIH": inputs.gate, "up_EIH": inputs.up, "down_EHI": inputs.down}
+    local = len(local_experts(problem.num_experts, problem.fabric.size, problem.fabric.rank))
+    width = inputs.gate.shape[1] if inputs.gate.dim() == 3 else "I"
+    for (name, tensor), main in zip(experts.items(), main_grads, strict=True):
+        expected = (local, hidden, width) if name == "down_EHI" else (local, width, hidden)
+        here = f"{local} of num_experts={problem.num_experts} experts live on rank {problem.fabric.rank} of {problem.fabric.size}"
+        if tuple(tensor.shape) != expected:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: must be {expected} ({here}; H is that of x)")
+        if tensor.dtype != x.dtype:
+            raise TypeError(f"{name} has dtype {tensor.dtype}: must be that of x, {x.dtype}")
+        if main is not None and (main.shape != tensor.shape or main.dtype not in (torch.float32, torch.float64)):
+            raise ValueError(f"{name}.main_grad is {main.dtype} {tuple(main.shape)}: must be torch.float32 {tuple(tensor.shape)}")
+    if shared is not None and (shared.shape != x.shape or not shared.dtype.is_floating_point):
+        raise ValueError(f"shared is {shared.dtype} {tuple(shared.shape)}: must be floating-point of the shape of x, {tuple(x.shape)}")
+    if problem.clamp is not None and not problem.clamp > 0:
+        raise ValueError(f"clamp={problem.clamp!r}: must be None or above 0")
+    for name, other in {"ids": ids, "weights": weights, **experts}.items():
+        if other.device != x.device:
+            raise ValueError(f"{name} is on {other.device}: must be on the device of x, {x.device}")
+    if x.device.type != "cpu":
+        raise ValueError(f"x is on {x.device}: this layer computes on the CPU so far")
+    if ids.numel():
+        low, high = (int(bound) for bound in ids.aminmax())
+        if low < -1 or high >= problem.num_experts:
+            raise ValueError(f"ids has values from {low} to {high}: must be -1 (masked) or 0 to {problem.num_experts - 1}")
+
+
+def _forward_regions(request: dict[str, Any]) -> list[Region]:
+    return _shape_of(request).forward_regions()
+
+
+def _backward_regions(request: dict[str, Any]) -> list[Region]:
+    return _shape_of(request).backward_regions()
+
+
+def _shape_of(request: dict[str, Any]) -> Shape:
+    dtype = getattr(torch, request["dtype"])
+    return Shape(request["tokens"], request["hidden"], request["top_k"], request["num_experts"], dtype)
+
+
+def begin(
+    operation: str,
+    problem: Problem,
+    inputs: Inputs,
+    asked: Sequence[bool],
+    *,
+    shared: Tensor | None = None,
+    main_grads: MainGrads = NO_MAIN_GRADS,
+) -> Call:
+    """Check this rank's arguments and agree with all ranks on the call; asked: gradients of (x, weights, experts) wanted by this rank.
+
+    Raises:
+        ValueError, TypeError: the same on every rank, if any rank's arguments are bad or they disagree.
+        FabricError: a rank did not come.
+    """
+    request: dict[str, Any] = {}
+    error: Exception | None = None
+    try:
+        _check(problem, inputs, shared, main_grads)
+    except (TypeError, ValueError) as failure:
+        error = failure
+    else:
+        request = {
+            "tokens": inputs.x.shape[0],
+            "hidden": inputs.x.shape[1],
+            "intermediate": inputs.gate.shape[1],
+            "top_k": inputs.ids.shape[1],
+            "num_experts": problem.num_experts,
+            "dtype": str(inputs.x.dtype).removeprefix("torch."),
+            "clamp": problem.clamp,
+            "grad_enabled": torch.is_grad_enabled(),
+            "asked": [bool(a) for a in asked],
+        }
+    return problem.fabric.begin(
+        operation,
+        request,
+        _forward_regions if operation == "forward" else _backward_regions,
+        error=error,
+        same=("hidden", "intermediate", "top_k", "num_experts", "dtype", "clamp", "grad_enabled"),
+        timeout_s=problem.tuning.timeout_s,
+    )
+
+
+def run_forward(
+    call: Call, problem: Problem, inputs: Inputs, shared: Tensor | None, save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out [T, H], gate and up of the saved rows [C, I], and the counts [R, E] of every rank's routes."""
+    with call, exact():
+        return executor.forward(
+            call, inputs.shape(problem), problem.tuning, inputs.x, inputs.ids, inputs.weights, inputs.gate, inputs.up, inputs.down,
+            shared=shared, clamp=problem.clamp, save=save,
+        )  # fmt: skip
+
+
+def run_backward(
+    problem: Problem,
+    inputs: Inputs,
+    gate_CI: Tensor,
+    up_CI: Tensor,
+    d_out: Tensor,
+    asked: Sequence[bool],
+    main_grads: MainGrads = NO_MAIN_GRADS,
+) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
+    """d_x, d_weights and the three expert-weight gradients; None for what is not asked for or was added into main_grads."""
+    call = begin("backward", problem, inputs, asked)
+    anyone = [any(request["asked"][i] for request in call.requests) for i in range(2)]
+    with call, exact():
+        return executor.backward(
+            call, inputs.shape(problem), problem.tuning, gate_CI, up_CI, d_out,
+            inputs.x, inputs.ids, inputs.weights, inputs.gate, inputs.up, inputs.down,
+            clamp=problem.clamp, needs=Needs(experts=asked[2], x=anyone[0], weights=anyone[1]), main_grads=main_grads,
+        )  # fmt: skip
+
+
+# ---- operators for torch.compile ----
+
+
+def _problem(group_name: str, num_experts: int, clamp: float | None, minibatch: int, macrobatch: int, timeout_s: float) -> Problem:
+    group = dist.distributed_c10d._resolve_process_group(group_name) if group_name else None
+    tuning = Tuning(minibatch=minibatch, macrobatch=macrobatch, saved_rows=0, timeout_s=timeout_s)
+    return Problem(host_fabric(group), tuning, num_experts, clamp)
+
+
+@torch.library.custom_op("mok::cpu_forward", mutates_args=())
+def cpu_forward(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    shared: Tensor | None,
+    group_name: str,
+    num_experts: int,
+    clamp: float | None,
+    minibatch: int,
+    macrobatch: int,
+    timeout_s: float,
+) -> tuple[Tensor, Tensor]:
+    """out [T, H] and the counts int64 [E] of the group's routes; group_name "" is a group of one."""
+    problem = _problem(group_name, num_experts, clamp, minibatch, macrobatch, timeout_s)
+    inputs = Inputs(x, ids, weights, gate, up, down)
+    call = begin("forward", problem, inputs, (False, False, False), shared=shared)
+    out, _, _, counts_RE = run_forward(call, problem, inputs, shared, save=False)
+    return out, counts_RE.sum(0)
+
+
+@cpu_forward.register_fake
+def _(x, ids, weights, gate, up, down, shared, group_name, num_experts, clamp, minibatch, macrobatch, timeout_s):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x, memory_format=torch.contiguous_format), ids.new_empty(num_experts, dtype=torch.int64)
+
+
+@torch.library.custom_op("mok::cpu_backward", mutates_args=())
+def cpu_backward(
+    d_out: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    asked: Sequence[bool],
+    group_name: str,
+    num_experts: int,
+    clamp: float | None,
+    minibatch: int,
+    macrobatch: int,
+    timeout_s: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """d_x, d_weights, d_gate, d_up, d_down; empty tensors of shape [0] for what is not asked for."""
+    problem = _problem(group_name, num_experts, clamp, minibatch, macrobatch, timeout_s)
+    inputs = Inputs(x, ids, weights, gate, up, down)
+    nothing = x.new_empty(0, gate.shape[1])
+    d_x, d_weights, d_experts = run_backward(problem, inputs, nothing, nothing, d_out, asked)
+    wide = wide_dtype(x.dtype)
+    d_x = d_x if asked[0] and d_x is not None else x.new_empty(0)
+    d_weights = d_weights if asked[1] and d_weights is not None else x.new_empty(0, dtype=wide)
+    d_gate, d_up, d_down = (x.new_empty(0) if d is None else d for d in d_experts)
+    return d_x, d_weights, d_gate, d_up, d_down
+
+
+@cpu_backward.register_fake
+def _(d_out, x, ids, weights, gate, up, down, asked, group_name, num_experts, clamp, minibatch, macrobatch, timeout_s):  # type: ignore[no-untyped-def]
+    def like(tensor: Tensor, wanted: bool, dtype: torch.dtype) -> Tensor:
+        return tensor.new_empty(tensor.shape if wanted else (0,), dtype=dtype)
+
+    experts = (like(w, asked[2], w.dtype) for w in (gate, up, down))
+    return (like(x, asked[0], x.dtype), like(weights, asked[1], wide_dtype(x.dtype)), *experts)
+
+
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, ids, weights, gate, up, down, shared, *rest = inputs
+    ctx.save_for_backward(x, ids, weights, gate, up, down)
+    ctx.shared_dtype = None if shared is None else shared.dtype
+    ctx.rest = rest
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx, d_out, _):  # type: ignore[no-untyped-def]
+    x, ids, weights, gate, up, down = ctx.saved_tensors
+    need = ctx.needs_input_grad
+    asked = [need[0], need[2], any(need[3:6])]
+    d_x, d_weights, *d_experts = cpu_backward(d_out, x, ids, weights, gate, up, down, asked, *ctx.rest)
+    d_gate, d_up, d_down = (d if wanted else None for d, wanted in zip(d_experts, need[3:6], strict=True))
+    d_shared = d_out.to(ctx.shared_dtype) if need[6] else None
+    return d_x if need[0] else None, None, d_weights if need[2] else None, d_gate, d_up, d_down, d_shared, *(None for _ in ctx.rest)
+
+
+cpu_forward.register_autograd(_backward, setup_context=_setup_context)

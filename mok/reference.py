@@ -1,0 +1,90 @@
+"""The definition of right: the layer in plain PyTorch, no schedule, any dtype, gradients by autograd.
+
+Values are computed in fp32 (fp64 for fp64 inputs) and rounded to the dtype of x where the layer rounds: gate and up, h, each y_k, and the
+output once. Rounding passes gradients through unchanged, so the gradients are those of the definition without roundings of their own.
+
+Legend: T tokens, H hidden, I intermediate, E experts, K choices per token, S width of the shared experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+
+from mok.config import MoEConfig
+
+
+def wide(x: Tensor) -> Tensor:
+    return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+def rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """value rounded to dtype and widened again; the gradient passes unchanged."""
+    return value + (value.to(dtype).to(value.dtype) - value).detach()
+
+
+def swiglu(x_TH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, clamp: float | None = None) -> Tensor:
+    """One expert on every token: silu(min(x Wg^T, L)) * clamp(x Wu^T, -L, L) times Wd^T; wide, with the values of a rounded result."""
+    dtype = x_TH.dtype
+    gate = rounded(wide(x_TH) @ wide(gate_IH).T, dtype)
+    up = rounded(wide(x_TH) @ wide(up_IH).T, dtype)
+    if clamp is not None:
+        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    hidden = rounded(silu(gate) * up, dtype)
+    return rounded(hidden @ wide(down_HI).T, dtype)
+
+
+def moe(
+    x_TH: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    gate_EIH: Tensor,
+    up_EIH: Tensor,
+    down_EHI: Tensor,
+    *,
+    shared: Tensor | None = None,
+    clamp: float | None = None,
+) -> Tensor:
+    """out = shared + sum_k w_k * expert_{ids_k}(x), k ascending; a slot with id -1 adds nothing."""
+    out = torch.zeros_like(wide(x_TH)) if shared is None else wide(shared)
+    y_ETH = torch.stack([swiglu(x_TH, gate_EIH[e], up_EIH[e], down_EHI[e], clamp) for e in range(gate_EIH.shape[0])])
+    token = torch.arange(x_TH.shape[0])
+    for k in range(ids_TK.shape[1]):
+        present = ids_TK[:, k] >= 0
+        weight = torch.where(present, wide(weights_TK)[:, k], 0)
+        out = out + torch.where(present[:, None], weight[:, None] * y_ETH[ids_TK[:, k].clamp(min=0), token], 0)
+    return rounded(out, x_TH.dtype).to(x_TH.dtype)
+
+
+def route(x_TH: Tensor, router_EH: Tensor, bias_E: Tensor | None, config: MoEConfig) -> tuple[Tensor, Tensor]:
+    """ids_TK, weights_TK of every score function, group limit, renormalization and scaling."""
+    logits = wide(x_TH) @ wide(router_EH).T
+    scores = {
+        "softmax": lambda: logits.softmax(-1),
+        "sigmoid": lambda: logits.sigmoid(),
+        "sqrt_softplus": lambda: softplus(logits).sqrt(),
+    }[config.score]()
+    choice = scores.detach() if bias_E is None else scores.detach() + bias_E
+    if config.num_groups > 1:
+        groups = choice.view(len(choice), config.num_groups, -1)
+        best = groups.topk(2).values.sum(-1).topk(config.top_groups).indices
+        allowed = torch.zeros(groups.shape[:2], dtype=torch.bool).scatter(1, best, True)
+        choice = torch.where(allowed[..., None], groups, -torch.inf).flatten(1)
+    ids = choice.topk(config.top_k).indices
+    weights = scores.gather(1, ids)
+    if config.renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return ids, weights * config.scaling_factor
+
+
+def layer(x_TH: Tensor, config: MoEConfig, parameters: dict[str, Tensor]) -> Tensor:
+    """The whole layer from the parameters of `mok.MoE` under their state-dict names (all experts, not a shard)."""
+    p = parameters
+    ids, weights = route(x_TH, p["router.weight"], p.get("router.bias"), config)
+    shared = None
+    if config.num_shared_experts:
+        shared = swiglu(x_TH, p["shared.gate_SH"], p["shared.up_SH"], p["shared.down_HS"], config.shared_clamp)
+        if config.shared_gate:
+            shared = shared * torch.sigmoid(wide(x_TH) @ wide(p["shared.output_gate_H"]))[:, None]
+    return moe(x_TH, ids, weights, p["gate_EIH"], p["up_EIH"], p["down_EHI"], shared=shared, clamp=config.clamp)
