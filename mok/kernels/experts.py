@@ -1,0 +1,93 @@
+"""The two tasks of an expert, one multiplication loop for both.
+
+up:   gate and up of one slice of the intermediate width, SwiGLU, one tile of h.
+down: two neighbouring slices of the hidden width, pushed to the slots of the rows' tokens, on whichever rank they are.
+
+There is one pipelined loop, because Triton gives every pipelined loop shared memory of its own, even in branches that exclude each other.
+The branch chooses the tensor descriptors; a slice that sticks out of its matrix is clipped where it is stored.
+
+Legend: H hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mok.kernels.signals import INTERPRETING, peer_address
+
+
+@triton.jit
+def dot(a, b, total):
+    if INTERPRETING:  # it would multiply bf16 as integers
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b.T, total)
+
+
+@triton.jit
+def multiply(a_desc, b_desc, c_desc, row, b_row, c_row, depth, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """a b^T and a c^T in fp32, for BLOCK_M rows of a and BLOCK_N rows each of b and c. Past the end of a row both operands read zero."""
+    ab = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    ac = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in tl.range(0, depth, BLOCK_K):
+        a = a_desc.load([row, k])
+        b = b_desc.load([b_row, k])
+        c = c_desc.load([c_row, k])
+        ab = dot(a, b, ab)
+        ac = dot(a, c, ac)
+    return ab, ac
+
+
+@triton.jit
+def swiglu(gate, up, limit, CLAMP: tl.constexpr):
+    """silu(min(gate, limit)) * clamp(up, -limit, limit) of bf16 values, in fp32. NaN stays NaN.
+
+    Example: gate 0, up 5 -> 0; gate 20, up -9, limit 4 -> silu(4) * -4 = -15.71.
+    """
+    gate = gate.to(tl.float32)
+    up = up.to(tl.float32)
+    if CLAMP:
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def store_hidden(
+    gate, up, h_desc, gate_desc, up_desc, ring_row, row, column, saved_rows, limit, CLAMP: tl.constexpr, SAVE: tl.constexpr
+):  # fmt: skip
+    """h into the ring; gate and up, rounded as the backward will read them, into the first saved_rows rows of what is saved."""
+    gate = gate.to(tl.bfloat16)
+    up = up.to(tl.bfloat16)
+    h_desc.store([ring_row, column], swiglu(gate, up, limit, CLAMP).to(tl.bfloat16))
+    if SAVE:
+        if row < saved_rows:
+            gate_desc.store([row, column], gate)
+            up_desc.store([row, column], up)
+
+
+@triton.jit
+def push_rows(
+    y, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr, row, column,
+    H: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of y, row by row, into its slot at its source. Every slot has one writer; padding rows go nowhere."""
+    rows = row + tl.arange(0, BLOCK_M)
+    source = tl.load(peer_rank_ptr + rows)
+    slot = tl.load(peer_token_idx_ptr + rows)
+    if R == 1:
+        slots = combine_ptr + slot.to(tl.int64) * H
+    else:
+        slots = peer_address(combine_ptrs, tl.maximum(source, 0), tl.bfloat16) + slot.to(tl.int64) * H
+    columns = column + tl.arange(0, BLOCK_N)
+    tl.store(slots[:, None] + columns[None, :], y.to(tl.bfloat16), mask=(source >= 0)[:, None] & (columns < H)[None, :])
+
+
+@triton.jit
+def store_rows(y, out_ptr, row, num_rows, column, H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Store a tile of y in place: the shared experts' rows are this rank's own tokens."""
+    rows = row + tl.arange(0, BLOCK_M)
+    columns = column + tl.arange(0, BLOCK_N)
+    to = out_ptr + rows.to(tl.int64)[:, None] * H + columns[None, :]
+    tl.store(to, y.to(tl.bfloat16), mask=(rows < num_rows)[:, None] & (columns < H)[None, :])

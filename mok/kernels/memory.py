@@ -1,0 +1,80 @@
+"""The peer-visible bytes of a rank on the GPU: one buffer, cut into named regions, and the table of every region's address on every rank.
+
+Three ways to get the buffer, one map: one rank alone (or several virtual ranks of one process, for tests), and torch's symmetric memory.
+
+Legend: T tokens of a rank (its largest value over the ranks), H hidden, E experts in all, K choices per token, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mok.fabric import Region, region_offsets
+
+# Words of the control region (int32). REPORT is a state (0 none, 1 being written, 2 complete) followed by five values.
+ABORT, EPOCH, REPORT, FLAGS = 0, 1, 8, 32
+REPORT_FIELDS = ("rank", "task", "what", "expected", "found")
+
+# What a wait was waiting for; an index into these names is what a report carries.
+STATES = ("barrier", "x_ready", "h_ready", "h_free", "x_free", "expert id")
+
+
+def regions(max_tokens: int, hidden: int, num_experts: int, top_k: int, ranks: int) -> list[Region]:
+    """The map. `counts` and `starts` are a source's routes per expert and their exclusive sum; `order` its slots sorted by expert."""
+    slots = max_tokens * top_k
+    return [
+        Region("control", (FLAGS + ranks,), torch.int32),
+        Region("counts", (num_experts,), torch.int32),
+        Region("starts", (num_experts,), torch.int32),
+        Region("order", (slots,), torch.int32),
+        Region("x", (max_tokens, hidden), torch.bfloat16),
+        Region("combine", (slots, hidden), torch.bfloat16),
+    ]
+
+
+@dataclass
+class PeerMemory:
+    """One rank's view: its own regions as tensors, and `addresses[name]`, int64 [R] on the device, the region's address on every rank."""
+
+    rank: int
+    size: int
+    buffer: Tensor
+    own: dict[str, Tensor]
+    addresses: dict[str, Tensor]
+    handle: Any = None
+
+
+def _view(buffer: Tensor, layout: Sequence[Region], rank: int, bases: Sequence[int], handle: Any = None) -> PeerMemory:
+    offsets, _ = region_offsets(layout)
+    own = {r.name: buffer[offsets[r.name] : offsets[r.name] + r.nbytes].view(r.dtype).view(r.shape) for r in layout}
+    table = torch.tensor([[base + offsets[r.name] for base in bases] for r in layout], dtype=torch.int64, device=buffer.device)
+    return PeerMemory(rank, len(bases), buffer, own, {r.name: table[i] for i, r in enumerate(layout)}, handle)
+
+
+def virtual_memory(layout: Sequence[Region], ranks: int, device: torch.device) -> list[PeerMemory]:
+    """The views of all ranks of one process; with one rank, plain local memory."""
+    _, total = region_offsets(layout)
+    buffers = [torch.zeros(total, dtype=torch.uint8, device=device) for _ in range(ranks)]
+    if device.type == "cpu":  # the interpreter runs every program as a process of its own
+        buffers = [buffer.share_memory_() for buffer in buffers]
+    bases = [buffer.data_ptr() for buffer in buffers]
+    return [_view(buffer, layout, rank, bases) for rank, buffer in enumerate(buffers)]
+
+
+def symmetric_memory(layout: Sequence[Region], group: dist.ProcessGroup, device: torch.device) -> PeerMemory:
+    """This process's view over torch's symmetric memory; collective over the group, and every rank passes the same layout."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    _, total = region_offsets(layout)
+    buffer = symm_mem.empty(total, dtype=torch.uint8, device=device)
+    handle = symm_mem.rendezvous(buffer, group)
+    buffer.zero_()
+    torch.cuda.synchronize(device)
+    dist.barrier(group)
+    return _view(buffer, layout, dist.get_rank(group), list(handle.buffer_ptrs), handle)

@@ -1,0 +1,138 @@
+"""Signals between programs and between ranks, and waits that end.
+
+A signal is an int32 counter. Whoever reaches a state adds to it with release order; whoever needs the state reads it with acquire order until
+it is large enough. A wait gives up after `limit` readings: the first to give up writes a report (rank, task, what, expected, found) to
+every rank and raises the abort flag of every rank, which all other waits see; they return False and their programs end.
+
+Rows written by ordinary stores are read by the copy engine (TMA), and tiles stored by the copy engine are announced by ordinary atomics.
+The two kinds of access are ordered only by the fences below.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+from mok.kernels import memory
+
+INTERPRETING = tl.constexpr(bool(knobs.runtime.interpret))
+ABORT = tl.constexpr(memory.ABORT)
+EPOCH = tl.constexpr(memory.EPOCH)
+REPORT = tl.constexpr(memory.REPORT)
+FLAGS = tl.constexpr(memory.FLAGS)
+BARRIER = tl.constexpr(memory.STATES.index("barrier"))
+X_READY = tl.constexpr(memory.STATES.index("x_ready"))
+H_READY = tl.constexpr(memory.STATES.index("h_ready"))
+H_FREE = tl.constexpr(memory.STATES.index("h_free"))
+X_FREE = tl.constexpr(memory.STATES.index("x_free"))
+EXPERT_ID = tl.constexpr(memory.STATES.index("expert id"))
+POLLS_PER_ABORT_CHECK = tl.constexpr(64)
+
+
+@triton.jit
+def peer_address(table_ptr, rank, DTYPE: tl.constexpr):
+    """The address of a region on a rank (or on a block of ranks); regions are aligned to 256 bytes, which loads and stores of 16 need."""
+    return tl.multiple_of(tl.load(table_ptr + rank).to(tl.pointer_type(DTYPE)), 16)
+
+
+@triton.jit
+def order_copy_engine(token):
+    """Order this thread's ordinary accesses and the copy engine's. token: any int32 in use."""
+    if not INTERPRETING:
+        tl.inline_asm_elementwise("fence.proxy.async.global; mov.u32 $0, $1;", "=r,r", [token], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def finish_copy_engine_stores(token):
+    """Wait until the copy engine's stores are in global memory, not merely out of shared memory. token: any int32 in use."""
+    if not INTERPRETING:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.u32 $0, $1;", "=r,r", [token], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def announce(signal_ptr):
+    """Everything this program has stored is visible to whoever sees the signal."""
+    tl.debug_barrier()
+    tl.atomic_add(signal_ptr, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def read_signal(signal_ptr):
+    return tl.atomic_add(signal_ptr, 0, sem="acquire", scope="gpu")
+
+
+@triton.jit
+def report(control_ptrs, rank, task, what, expected, found, R: tl.constexpr):
+    """Write the report to every rank that has none yet and raise every rank's abort flag."""
+    for other in range(R):
+        control = peer_address(control_ptrs, other, tl.int32)
+        state = control + REPORT
+        if tl.atomic_cas(state, 0, 1, sem="acq_rel", scope="sys") == 0:
+            tl.store(state + 1, rank)
+            tl.store(state + 2, task)
+            tl.store(state + 3, what)
+            tl.store(state + 4, expected)
+            tl.store(state + 5, found)
+            tl.debug_barrier()
+            tl.atomic_xchg(state, 2, sem="release", scope="sys")
+        tl.atomic_xchg(control + ABORT, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def wait_for(signal_ptr, expected, control_ptrs, rank, task, what, limit, R: tl.constexpr):
+    """Wait until the signal is at least `expected`. False: gave up, or another wait did."""
+    found = read_signal(signal_ptr)
+    if found < expected:
+        abort = peer_address(control_ptrs, rank, tl.int32) + ABORT
+        polls = 0
+        aborted = 0
+        while (found < expected) & (polls < limit) & (aborted == 0):
+            found = read_signal(signal_ptr)
+            polls += 1
+            if polls % POLLS_PER_ABORT_CHECK == 0:
+                aborted = tl.atomic_add(abort, 0, sem="relaxed", scope="sys")
+        if (found < expected) & (aborted == 0):
+            report(control_ptrs, rank, task, what, expected, found, R)
+    return found >= expected
+
+
+@triton.jit(do_not_specialize=["limit"])
+def barrier_kernel(control_ptrs, rank: tl.constexpr, limit, R: tl.constexpr, LANES: tl.constexpr):
+    """All ranks have come here, and everything they stored before is visible. One program of one warp; LANES: R rounded up to a power of two.
+
+    Every rank counts its barriers in its own memory (EPOCH) and tells each peer the count; so nothing changes from launch to launch, and
+    a captured graph can be replayed. Example, R = 2: both have EPOCH 6. Each writes 7 to its flag at the other and at itself, and leaves
+    when both of its own flags are at least 7.
+    """
+    own = peer_address(control_ptrs, rank, tl.int32)
+    epoch = tl.load(own + EPOCH) + 1
+    lanes = tl.arange(0, LANES)
+    live = lanes < R
+    controls = tl.load(control_ptrs + lanes, mask=live, other=0).to(tl.pointer_type(tl.int32))
+    value = tl.zeros((LANES,), tl.int32) + epoch
+    tl.debug_barrier()
+    tl.atomic_xchg(controls + FLAGS + rank, value, mask=live, sem="release", scope="sys")
+    zero = tl.zeros((LANES,), tl.int32)
+    arrived = tl.where(live, tl.atomic_add(own + FLAGS + lanes, zero, mask=live, sem="acquire", scope="sys"), epoch)
+    found = tl.min(arrived, axis=0)
+    polls = 0
+    aborted = 0
+    while (found < epoch) & (polls < limit) & (aborted == 0):
+        arrived = tl.where(live, tl.atomic_add(own + FLAGS + lanes, zero, mask=live, sem="acquire", scope="sys"), epoch)
+        found = tl.min(arrived, axis=0)
+        polls += 1
+        if polls % POLLS_PER_ABORT_CHECK == 0:
+            aborted = tl.atomic_add(own + ABORT, 0, sem="relaxed", scope="sys")
+    if (found < epoch) & (aborted == 0):
+        missing = tl.min(tl.where(arrived < epoch, lanes, LANES), axis=0)
+        report(control_ptrs, rank, missing, BARRIER, epoch, found, R)
+    tl.debug_barrier()
+    tl.store(own + EPOCH, epoch)
+
+
+def barrier(control: object, rank: int, ranks: int, limit: int) -> None:
+    """Launch the barrier on the current stream."""
+    barrier_kernel[(1,)](control, rank, limit, R=ranks, LANES=triton.next_power_of_2(ranks), num_warps=1)
