@@ -1,0 +1,30 @@
+"""Every test starts from poisoned memory, a fixed seed and a running watchdog."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+
+import pytest
+import torch
+
+sys.path.insert(0, os.path.dirname(__file__))  # helpers of the tests: ranks.py, interpret.py
+
+WATCHDOG_S = float(os.environ.get("MOK_TEST_WATCHDOG_S", "300"))
+
+
+def poison(mebibytes: int = 8) -> None:
+    """Fill memory that is about to be reused with NaN and Inf: blocks of many sizes, as allocators keep them apart."""
+    blocks = [torch.full((2**n,), float("nan") if n % 2 else float("inf")) for n in range(4, 18) for _ in range(4)]
+    blocks.append(torch.full((mebibytes * 2**18,), float("nan")))
+    del blocks
+
+
+@pytest.fixture(autouse=True)
+def _clean_start():
+    faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
+    torch.manual_seed(0)
+    poison()
+    yield
+    faulthandler.cancel_dump_traceback_later()
