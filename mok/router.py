@@ -1,0 +1,247 @@
+"""x -> ids_TK, weights_TK: which K experts every token goes to, and with which weights.
+
+logits = x weight^T in fp32; score = softmax, sigmoid or sqrt(softplus) of the logits; the K best experts by score + bias; weights = the
+scores of the chosen ones without the bias, divided by their sum if renormalized, times the scaling factor.
+
+A token's result has the same bits whichever other tokens are there and however many threads run. Hence three habits of this file: scores
+are made of operations whose bits do not depend on an element's place in the tensor (PyTorch's own sigmoid and softplus do depend on it:
+on a CPU the last elements of a chunk are computed by other instructions than the rest), sums are taken by halving in an order that depends
+on their length alone (a reduction kernel may split a sum according to how many others there are), and experts are chosen by a stable sort
+(the order that `torch.topk` gives to equal values is undefined).
+
+Example: E=4, K=2, sigmoid, logits [0, 2, 2, -1], bias [0.5, 0, 0, 0]. Scores [0.5, 0.881, 0.881, 0.269], biased [1.0, 0.881, 0.881, 0.269]:
+expert 0 is chosen first, then, of the equal 1 and 2, expert 1. Weights [0.5, 0.881] / 1.381 = [0.362, 0.638].
+
+Legend: T tokens, H hidden, E experts in all, K choices per token, G groups, C candidates left by the groups, S sequences, N tokens of a
+sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mok.config import MoEConfig
+from mok.executor import row_linear
+
+SUM_EPS = 1e-20
+"""Added to a sum of scores before it divides, so that scores that all underflow to zero give weights of zero and not NaN."""
+
+INIT_STD = 0.02
+"""Of the router's weight. For a normalized token (values of order 1) logits then have a deviation of 0.02 * sqrt(H), 0.9 at H=2048 and 1.7
+at H=7168: experts differ from the first step on, and no score function is saturated."""
+
+_TAIL = -40.0
+"""Below it exp(x) is lost beside 1 in fp32 and fp64 alike, hence softplus(x) = exp(x) and sqrt(softplus(x)) = exp(x / 2)."""
+
+
+class Routing(NamedTuple):
+    """What the router says of T tokens.
+
+    ids_TK: int64, the chosen experts, best biased score first; distinct within a token.
+    weights_TK: their weights, in the logits' dtype (fp32, or fp64).
+    scores_TE: all scores without bias, for the balance loss.
+    """
+
+    ids_TK: Tensor
+    weights_TK: Tensor
+    scores_TE: Tensor
+
+
+def choose_experts(logits_TE: Tensor, config: MoEConfig, bias_E: Tensor | None = None) -> Routing:
+    """Scores, choice and weights from logits (fp32 or fp64) [T, E] and, for a config with selection_bias, the bias [E] (None: zeros).
+
+    Equal biased scores: the lowest expert id is chosen first; equal groups: the lowest group. A NaN counts as the largest value, so a token
+    with NaN logits still gets K distinct experts (and NaN weights). Gradients flow through the weights and scores, never to the bias.
+    """
+    if logits_TE.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"logits_TE.dtype={logits_TE.dtype}: must be torch.float32 or torch.float64")
+    if logits_TE.dim() != 2 or logits_TE.shape[1] != config.num_experts:
+        raise ValueError(f"logits_TE.shape={tuple(logits_TE.shape)}: must be (tokens, num_experts={config.num_experts})")
+    if bias_E is not None and not config.selection_bias:
+        raise ValueError("bias_E: must be None for a config with selection_bias=False")
+    if bias_E is not None and bias_E.shape != (config.num_experts,):
+        raise ValueError(f"bias_E.shape={tuple(bias_E.shape)}: must be (num_experts={config.num_experts},)")
+
+    scores_TE = _scores(logits_TE, config)
+    with torch.no_grad():
+        biased_TE = scores_TE if bias_E is None else scores_TE + bias_E.to(scores_TE.dtype)
+        if config.num_groups == 1:
+            ids_TK = _best(biased_TE, config.top_k)
+        else:
+            candidates_TC = _group_candidates(biased_TE, config)
+            ids_TK = candidates_TC.gather(1, _best(biased_TE.gather(1, candidates_TC), config.top_k))
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if config.renormalize:
+        weights_TK = weights_TK / (_sum_by_halving(weights_TK, 1).unsqueeze(1) + SUM_EPS)
+    return Routing(ids_TK, weights_TK * config.scaling_factor, scores_TE)
+
+
+def balance_loss(scores_TE: Tensor, ids_TK: Tensor, config: MoEConfig, tokens_per_sequence: int) -> Tensor:
+    """The sequence-wise balance loss of DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20) without its weight factor, a scalar.
+
+    The T tokens are T / N whole sequences of N = tokens_per_sequence tokens, one after the other. For each of them
+
+        f_i = E / (K N) * (slots of the sequence that chose expert i)
+        p_it = scores_TE[t, i] / (sum over j of scores_TE[t, j] + 1e-20),    P_i = 1 / N * (sum of p_it over the sequence)
+        loss = sum over i of f_i P_i
+
+    and the result is the mean over the sequences given (0 without tokens). Loads that are equal have every f_i = 1 and a loss of 1; a
+    router that always takes the K experts it is sure of has a loss of E / K. The slots are those of ids_TK, hence chosen with bias and
+    groups; f carries no gradient. A masked slot (-1) is counted for no expert, while K and N stay as they are.
+
+    Example: E=4, K=1, N=2, scores [[0.7, 0.1, 0.1, 0.1], [0.5, 0.1, 0.3, 0.1]], ids [[0], [0]]: f = [4, 0, 0, 0], P = [0.6, 0.1, 0.2, 0.1],
+    loss 2.4; with ids [[0], [2]] f = [2, 0, 2, 0] and the loss is 1.6.
+    """
+    experts, top_k, tokens = config.num_experts, config.top_k, tokens_per_sequence
+    if scores_TE.dim() != 2 or scores_TE.shape[1] != experts:
+        raise ValueError(f"scores_TE.shape={tuple(scores_TE.shape)}: must be (tokens, num_experts={experts})")
+    if ids_TK.shape != (scores_TE.shape[0], top_k):
+        raise ValueError(f"ids_TK.shape={tuple(ids_TK.shape)}: must be (tokens={scores_TE.shape[0]}, top_k={top_k})")
+    if scores_TE.shape[0] == 0:
+        return scores_TE.sum()  # part of the graph, so that every rank has a backward
+    if tokens < 1 or scores_TE.shape[0] % tokens:
+        raise ValueError(f"tokens_per_sequence={tokens}: must be at least 1 and divide the {scores_TE.shape[0]} tokens")
+
+    sequences = scores_TE.shape[0] // tokens
+    slots_SF = ids_TK.reshape(sequences, tokens * top_k).to(torch.int64)
+    slots_SF = torch.where(slots_SF < 0, experts, slots_SF)
+    counts_SE = slots_SF.new_zeros(sequences, experts + 1).scatter_add_(1, slots_SF, torch.ones_like(slots_SF))[:, :experts]
+    f_SE = (counts_SE * experts).to(scores_TE.dtype) / (top_k * tokens)
+    p_TE = scores_TE / (_sum_by_halving(scores_TE, 1).unsqueeze(1) + SUM_EPS)
+    P_SE = _sum_by_halving(p_TE.reshape(sequences, tokens, experts), 1) / tokens
+    return _sum_by_halving(_sum_by_halving(f_SE * P_SE, 1), 0) / sequences
+
+
+class Router(nn.Module):
+    """The layer's router.
+
+    weight: parameter [E, H].
+    bias: buffer [E], zeros at first, only for a config with selection_bias (else None). It is part of the state dict, is learned by
+        `update_bias` alone, and stays fp32 with unchanged bits when the module changes its dtype: steps of 0.001 are lost in bf16.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, config: MoEConfig, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, dtype=dtype, device=device))
+        bias = torch.empty(config.num_experts, dtype=torch.float32, device=device) if config.selection_bias else None
+        self.register_buffer("bias", bias)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the weight from a normal distribution of deviation 0.02 (see `INIT_STD`) and set the bias to zero."""
+        self.weight.normal_(std=INIT_STD)
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def forward(self, x_TH: Tensor) -> Routing:
+        """Route tokens [T, H] of any floating dtype. Computes in fp32, in fp64 for fp64 tokens, autocast or not."""
+        if x_TH.dim() != 2 or x_TH.shape[1] != self.config.hidden_size:
+            raise ValueError(f"x_TH.shape={tuple(x_TH.shape)}: must be (tokens, hidden_size={self.config.hidden_size})")
+        with torch.autocast(x_TH.device.type, enabled=False):
+            return choose_experts(row_linear(x_TH, self.weight), self.config, self.bias)
+
+    @torch.no_grad()
+    def update_bias(self, tokens_per_expert_E: Tensor, rate: float) -> None:
+        """Loss-free balancing (arXiv:2408.15664): bias += rate * sign(mean load - load), for the exact integer loads of a whole step.
+
+        Every rank must pass the same loads (summed over all ranks), after the step's backward: a recomputed forward must see the bias that
+        the forward saw. Loads are compared as integers, so a load equal to the mean leaves its bias as it is.
+
+        Example: loads [8, 4, 0, 4] have the mean 4; rate 0.001 adds [-0.001, 0, 0.001, 0].
+        """
+        if self.bias is None:
+            raise ValueError("update_bias: needs a config with selection_bias=True")
+        load_E = tokens_per_expert_E
+        if load_E.is_floating_point() or load_E.is_complex() or load_E.dtype == torch.bool:
+            raise TypeError(f"tokens_per_expert_E.dtype={load_E.dtype}: must be an integer dtype")
+        if load_E.shape != self.bias.shape:
+            raise ValueError(f"tokens_per_expert_E.shape={tuple(load_E.shape)}: must be (num_experts={self.config.num_experts},)")
+        load_E = load_E.to(device=self.bias.device, dtype=torch.int64)
+        direction_E = (load_E.sum() - load_E * self.config.num_experts).sign()
+        self.bias += direction_E.to(torch.float32) * rate
+
+    def extra_repr(self) -> str:
+        c = self.config
+        return f"hidden_size={c.hidden_size}, num_experts={c.num_experts}, top_k={c.top_k}, score={c.score!r}, bias={c.selection_bias}"
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Router:
+        """Let the bias follow the module to another device, but not to another dtype; its bits never pass through a narrower one."""
+        before = self.bias
+        super()._apply(fn, recurse)
+        if before is not None and self.bias is not None and self.bias.dtype != before.dtype:
+            self.bias = before.to(self.bias.device)
+        return self
+
+
+def _scores(logits_TE: Tensor, config: MoEConfig) -> Tensor:
+    if config.score == "softmax":
+        return logits_TE.softmax(-1)
+    return _Sigmoid.apply(logits_TE) if config.score == "sigmoid" else _SqrtSoftplus.apply(logits_TE)
+
+
+def _best(values_TC: Tensor, count: int) -> Tensor:
+    """Indices of the `count` largest values of each row, largest first, of equal ones the lowest index first."""
+    return values_TC.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def _group_candidates(biased_TE: Tensor, config: MoEConfig) -> Tensor:
+    """The ids [T, C], ascending, of all experts in each token's top_groups best groups; the others are as good as masked with -inf."""
+    per_group = config.num_experts // config.num_groups
+    best_two = biased_TE.unflatten(1, (config.num_groups, per_group)).topk(2, dim=2).values
+    groups = _best(best_two[:, :, 0] + best_two[:, :, 1], config.top_groups).sort(dim=1).values
+    return (groups.unsqueeze(2) * per_group + torch.arange(per_group, device=groups.device)).flatten(1)
+
+
+def _sum_by_halving(x: Tensor, dim: int) -> Tensor:
+    """Sum over `dim` (at least one element) by elementwise additions, in an order that depends on its length alone."""
+    while (length := x.shape[dim]) > 1:
+        low, high, odd = x.split([length // 2, length // 2, length % 2], dim)
+        x = torch.cat([low + high, odd], dim) if length % 2 else low + high
+    return x.squeeze(dim)
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    e = torch.exp(-x.abs())
+    return torch.where(x < 0, e, 1.0) / (1.0 + e)
+
+
+class _Sigmoid(torch.autograd.Function):
+    """sigmoid(x), with the same bits at every place of a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = _sigmoid(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return d_y * (y * (1.0 - y))
+
+
+class _SqrtSoftplus(torch.autograd.Function):
+    """sqrt(softplus(x)), with the same bits at every place of a tensor and finite gradients everywhere.
+
+    The derivative sigmoid(x) / (2 y) is 0 / 0 where softplus underflows, although y = exp(x / 2) itself is good down to twice as far and
+    has the derivative y / 2.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        softplus = x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
+        y = torch.where(x < _TAIL, torch.exp(x / 2), softplus.sqrt())
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> Tensor:
+        x, y = ctx.saved_tensors
+        return d_y * torch.where(x < _TAIL, y / 2, _sigmoid(x) / (2 * y))
