@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import silu
 
 from mok.config import MoEConfig
 
@@ -63,7 +63,7 @@ def route(x_TH: Tensor, router_EH: Tensor, bias_E: Tensor | None, config: MoECon
     scores = {
         "softmax": lambda: logits.softmax(-1),
         "sigmoid": lambda: logits.sigmoid(),
-        "sqrt_softplus": lambda: softplus(logits).sqrt(),
+        "sqrt_softplus": lambda: torch.logaddexp(logits, torch.zeros_like(logits)).sqrt(),  # torch softplus is linear above 20
     }[config.score]()
     choice = scores.detach() if bias_E is None else scores.detach() + bias_E
     if config.num_groups > 1:

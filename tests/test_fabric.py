@@ -1,0 +1,226 @@
+"""What happens when a rank dies, raises, is late, or is asked for something else than its peers."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+from layers import Batch, assert_equal, step, whole
+from ranks import KINDS, RankFailed, run_processes, run_ranks
+
+import mok
+from mok import FabricError, Tuning
+from mok.fabric import Region, host_fabric, region_offsets, run_virtual, virtual_ranks
+
+FAST = Tuning(timeout_s=1.5)
+
+
+def outcome(group, batch, tuning=FAST):
+    """("ok", result) or (type, message, ranks, seconds)."""
+    start = time.monotonic()
+    try:
+        return ("ok", step(group, batch, tuning))
+    except (FabricError, ValueError, TypeError) as error:
+        return (type(error).__name__, str(error), getattr(error, "ranks", None), time.monotonic() - start)
+
+
+def dies(group, batch, when):
+    fabric = host_fabric(group)
+    step(group, batch)
+    if fabric.rank == 1:
+        if when == "inside":
+            fabric.before = lambda task, call: os._exit(7)
+        else:
+            os._exit(7)
+    return outcome(group, batch, Tuning(timeout_s=30))
+
+
+@pytest.mark.parametrize("when", ["between", "inside"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_dead_rank_is_named_at_once(size, when):
+    results = run_processes(dies, size, Batch.random(), when, allow_exit=True)
+    assert results[1] == ("exit", 7)
+    for rank in range(size):
+        if rank != 1:
+            kind, message, ranks, seconds = results[rank]
+            assert kind == "FabricError" and "rank 1" in message and ranks == (1,)
+            assert seconds < 10  # well before the limit of 30 s
+
+
+def is_late(group, batch):
+    fabric = host_fabric(group)
+    step(group, batch)
+    if fabric.rank == 1:
+        time.sleep(4)
+    first = outcome(group, batch)
+    return first, outcome(group, batch, Tuning(timeout_s=20))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_late_rank_is_named_and_the_next_call_works(kind, size):
+    batch = Batch.random()
+    results = run_ranks(kind, is_late, size, batch)
+    for rank, (first, _) in enumerate(results):
+        assert first[0] == "FabricError" and "rank 1" in first[1] and first[2] == (1,)
+        if rank != 1:
+            assert 1.0 < first[3] < 3.5
+    assert_equal(whole([second[1] for _, second in results]), step(None, batch))
+
+
+def raises_between(group, batch):
+    fabric = host_fabric(group)
+    b = batch.local(fabric.rank, fabric.size).leaves()
+    out = mok.moe(b.x, b.ids, b.weights, b.gate, b.up, b.down, num_experts=batch.experts, group=group, tuning=FAST)
+    error = None
+    try:
+        if fabric.rank == 1:
+            raise ArithmeticError("between forward and backward")
+        out.backward(b.d_out)
+    except (FabricError, ArithmeticError) as caught:
+        error = (type(caught).__name__, str(caught))
+    if fabric.rank == 1:
+        time.sleep(3)  # the others find out by themselves
+    return error, outcome(group, batch, Tuning(timeout_s=20))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_that_raises_between_forward_and_backward(kind, size):
+    batch = Batch.random()
+    results = run_ranks(kind, raises_between, size, batch)
+    for rank, (error, _) in enumerate(results):
+        assert error[0] == ("ArithmeticError" if rank == 1 else "FabricError") and (rank == 1 or "rank 1" in error[1])
+    assert_equal(whole([second[1] for _, second in results]), step(None, batch))
+
+
+def raises_inside(group, batch, task):
+    fabric = host_fabric(group)
+
+    def fail(now, call):
+        if now == task:
+            fabric.before = None
+            raise MemoryError("no room")
+
+    if fabric.rank == 0:
+        fabric.before = fail
+    try:
+        first = outcome(group, batch, Tuning(timeout_s=10))
+    except MemoryError as error:
+        first = ("MemoryError", str(error))
+    return first, outcome(group, batch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("task", ["signal published", "wait published", "signal pushed"])
+def test_a_rank_that_raises_inside_a_call(kind, task):
+    batch = Batch.random()
+    results = run_ranks(kind, raises_inside, 3, batch, task)
+    assert results[0][0] == ("MemoryError", "no room")
+    for first, _ in results[1:]:
+        assert first[0] == "FabricError" and "rank 0" in first[1] and "MemoryError" in first[1] and first[3] < 5
+    assert_equal(whole([second[1] for _, second in results]), step(None, batch))
+
+
+def disagree(group, batch, field):
+    fabric = host_fabric(group)
+    bad = Batch.random(**{"tokens": 300, field: 32}) if fabric.rank == 1 else batch
+    return outcome(group, bad), outcome(group, batch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("field", ["hidden", "width", "experts"])
+def test_disagreement_is_the_same_error_everywhere(kind, field):
+    batch = Batch.random()
+    results = run_ranks(kind, disagree, 2, batch, field)
+    errors = {first[:2] for first, _ in results}
+    assert len(errors) == 1 and next(iter(errors))[0] == "ValueError"
+    assert "32" in next(iter(errors))[1]
+    assert_equal(whole([second[1] for _, second in results]), step(None, batch))
+
+
+def bad_argument(group, batch):
+    fabric = host_fabric(group)
+    bad = Batch.random()
+    if fabric.rank == 1:
+        bad.ids[150, 1] = batch.experts
+    return outcome(group, bad), outcome(group, batch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_ranks_bad_argument_is_the_same_error_everywhere(kind):
+    batch = Batch.random()
+    results = run_ranks(kind, bad_argument, 3, batch)
+    assert len({first[:2] for first, _ in results}) == 1
+    assert results[0][0][0] == "ValueError" and "rank 1: ids has values" in results[0][0][1]
+    assert_equal(whole([second[1] for _, second in results]), step(None, batch))
+
+
+def loses_a_signal(fabric, batch):
+    def lose(task, call):
+        if task == "signal pushed" and fabric.rank == 1:
+            time.sleep(6)
+
+    fabric.before = lose
+    return outcome(fabric, batch)
+
+
+def test_a_lost_signal_ends_in_a_report():
+    results = run_virtual(lambda fabric: loses_a_signal(fabric, Batch.random()), virtual_ranks(2))
+    kind, message, ranks, seconds = results[0]
+    assert kind == "FabricError" and ranks == (1,) and seconds < 4
+    for words in ("rank 0", "rank 1", "combine", "pushed", "expected 1", "found 0"):
+        assert words in message
+
+
+def grows(group):
+    fabric = host_fabric(group)
+    seen = []
+    for tokens in (10, 400, 30, 900):
+        batch = Batch.random(tokens=tokens)
+        one, mine = step(None, batch), step(group, batch)
+        rows = slice(fabric.rank * tokens // fabric.size, (fabric.rank + 1) * tokens // fabric.size)
+        assert_equal({"out": mine["out"]}, {"out": one["out"][rows]})
+        seen.append(fabric._arena.bytes.numel())
+    return seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_grows_to_the_largest_call_and_stays(kind):
+    for seen in run_ranks(kind, grows, 2):
+        assert seen == sorted(seen) and seen[1] == seen[2] < seen[3]
+
+
+def test_regions_do_not_overlap():
+    regions = [Region("a", (3, 5), torch.bfloat16), Region("b", (0, 4), torch.float32), Region("c", (7,), torch.int64)]
+    offsets, total = region_offsets(regions)
+    assert offsets == {"a": 0, "b": 256, "c": 256} and total == 512
+
+
+def test_closing_twice_and_using_after():
+    fabric = virtual_ranks(1)[0]
+    step(fabric, Batch.random())
+    fabric.close()
+    fabric.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        step(fabric, Batch.random())
+
+
+def test_region_outside_a_call():
+    with pytest.raises(RuntimeError, match="inside a call"):
+        virtual_ranks(1)[0].region("x")
+
+
+def fails(group):
+    if host_fabric(group).rank == 1:
+        raise KeyError("mine")
+    step(group, Batch.random(), Tuning(timeout_s=20))
+
+
+def test_an_uncaught_error_ends_every_process_with_its_own_message():
+    with pytest.raises(RankFailed) as caught:
+        run_processes(fails, 3)
+    kinds = {rank: kind for rank, (kind, _, _) in caught.value.errors.items()}
+    assert kinds == {0: "FabricError", 1: "KeyError", 2: "FabricError"}
