@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mok.kernels.experts import rounded
+
 
 @triton.jit
 def combine_kernel(
@@ -35,7 +37,7 @@ def combine_kernel(
         weight = tl.load(weights_ptr + token * K + k, mask=live, other=0.0)
         y = tl.load(y_ptr + (token * K + k) * H + columns, mask=inside & live, other=0.0).to(tl.float32)
         out = out + weight * y
-    tl.store(out_ptr + token * H + columns, out.to(tl.bfloat16), mask=inside)
+    tl.store(out_ptr + token * H + columns, rounded(out), mask=inside)
 
 
 def combine(

@@ -18,6 +18,17 @@ from mok.kernels.signals import INTERPRETING, peer_address
 
 
 @triton.jit
+def rounded(value):
+    """fp32 -> bf16, to nearest even."""
+    result = value.to(tl.bfloat16)
+    if INTERPRETING:  # it would cut
+        bits = value.to(tl.uint32, bitcast=True)
+        nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        result = tl.where(value == value, nearest, result)
+    return result
+
+
+@triton.jit
 def dot(a, b, total):
     if INTERPRETING:  # it would multiply bf16 as integers
         a = a.to(tl.float32)
@@ -58,9 +69,9 @@ def store_hidden(
     gate, up, h_desc, gate_desc, up_desc, ring_row, row, column, saved_rows, limit, CLAMP: tl.constexpr, SAVE: tl.constexpr
 ):  # fmt: skip
     """h into the ring; gate and up, rounded as the backward will read them, into the first saved_rows rows of what is saved."""
-    gate = gate.to(tl.bfloat16)
-    up = up.to(tl.bfloat16)
-    h_desc.store([ring_row, column], swiglu(gate, up, limit, CLAMP).to(tl.bfloat16))
+    gate = rounded(gate)
+    up = rounded(up)
+    h_desc.store([ring_row, column], rounded(swiglu(gate, up, limit, CLAMP)))
     if SAVE:
         if row < saved_rows:
             gate_desc.store([row, column], gate)
@@ -81,7 +92,7 @@ def push_rows(
     else:
         slots = peer_address(combine_ptrs, tl.maximum(source, 0), tl.bfloat16) + slot.to(tl.int64) * H
     columns = column + tl.arange(0, BLOCK_N)
-    tl.store(slots[:, None] + columns[None, :], y.to(tl.bfloat16), mask=(source >= 0)[:, None] & (columns < H)[None, :])
+    tl.store(slots[:, None] + columns[None, :], rounded(y), mask=(source >= 0)[:, None] & (columns < H)[None, :])
 
 
 @triton.jit
@@ -90,4 +101,4 @@ def store_rows(y, out_ptr, row, num_rows, column, H: tl.constexpr, BLOCK_M: tl.c
     rows = row + tl.arange(0, BLOCK_M)
     columns = column + tl.arange(0, BLOCK_N)
     to = out_ptr + rows.to(tl.int64)[:, None] * H + columns[None, :]
-    tl.store(to, y.to(tl.bfloat16), mask=(rows < num_rows)[:, None] & (columns < H)[None, :])
+    tl.store(to, rounded(y), mask=(rows < num_rows)[:, None] & (columns < H)[None, :])

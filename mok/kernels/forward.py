@@ -14,7 +14,7 @@ Rows live in rings of RING tiles (x and h); tile t uses place t mod RING. Signal
     x_ready: parts pulled;  h_ready: up tasks done (the place of x is then free);  h_free: down tasks done (the place of h is then free).
 
 Example, 3 tiles, 2 per minibatch, 1 part, 1 up and 1 down task per tile, no shared expert (P pull, U up, D down, - nothing to do):
-    P0 P1 | P2 U0 - U1 | U2 D0 D1 | D2
+    P0 P1 | P2 - U0 U1 | U2 D0 D1 | D2
 
 Legend: T tokens of this rank, H hidden, I intermediate, S width of the shared experts, K choices per token, R ranks, M padded rows.
 """
@@ -123,7 +123,7 @@ def decode_ticket(
 @triton.jit
 def pull_task(
     tile, part, x_ptr, x_ptrs, control_ptrs, peer_rank_ptr, peer_token_idx_ptr, ring_ptr, x_ready_ptr, h_ready_ptr, wait_limit,
-    rank: tl.constexpr, H: tl.constexpr, K: tl.constexpr, R: tl.constexpr, RING: tl.constexpr, UPS: tl.constexpr,
+    rank, H: tl.constexpr, K: tl.constexpr, R: tl.constexpr, RING: tl.constexpr, UPS: tl.constexpr,
     BLOCK_M: tl.constexpr, PARTS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Pull one part of a tile's rows into the ring, once the up tasks of the tile that had its place are done."""
@@ -143,7 +143,7 @@ def pull_task(
 @triton.jit
 def wait_for_inputs(
     kind, tile, control_ptrs, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, wait_limit,
-    rank: tl.constexpr, R: tl.constexpr, RING: tl.constexpr, PARTS: tl.constexpr, UPS: tl.constexpr, DOWNS: tl.constexpr, SHARED_UPS: tl.constexpr,
+    rank, R: tl.constexpr, RING: tl.constexpr, PARTS: tl.constexpr, UPS: tl.constexpr, DOWNS: tl.constexpr, SHARED_UPS: tl.constexpr,
 ):  # fmt: skip
     """What the multiplication of a task reads is there, and the place it writes is free. The shared experts' x is there from the start."""
     ok = 1
@@ -159,15 +159,15 @@ def wait_for_inputs(
     return ok
 
 
-@triton.jit(do_not_specialize=["max_tiles", "tokens", "saved_rows", "wait_limit"])
+@triton.jit(do_not_specialize=["rank", "max_tiles", "tokens", "saved_rows", "wait_limit"])
 def forward_kernel(
     x_ptr, x_ptrs, combine_ptr, combine_ptrs, control_ptrs,
     peer_rank_ptr, peer_token_idx_ptr, tile_expert_ptr, num_tokens_ptr,
     ring_ptr, ring_x_desc, ring_h_desc, store_h_desc, gate_desc, up_desc, down_desc, save_gate_desc, save_up_desc,
     shared_x_desc, shared_h_desc, store_shared_h_desc, shared_gate_desc, shared_up_desc, shared_down_desc,
     save_shared_gate_desc, save_shared_up_desc, shared_out_ptr,
-    signals_ptr, max_tiles, tokens, saved_rows, limit, shared_limit, wait_limit,
-    rank: tl.constexpr, H: tl.constexpr, I: tl.constexpr, S: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    signals_ptr, rank, max_tiles, tokens, saved_rows, limit, shared_limit, wait_limit,
+    H: tl.constexpr, I: tl.constexpr, S: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     CLAMP: tl.constexpr, SHARED_CLAMP: tl.constexpr, SAVE: tl.constexpr, RING: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip

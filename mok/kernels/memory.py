@@ -17,8 +17,10 @@ from torch import Tensor
 
 from mok.fabric import Region, region_offsets
 
-# Words of the control region (int32). REPORT is a state (0 none, 1 being written, 2 complete) followed by five values.
-ABORT, EPOCH, REPORT, FLAGS = 0, 1, 8, 32
+# Words of the control region (int32). HOST: the address (two words) of HOST_WORDS words of host memory that the kernels can write, laid out
+# like the report. REPORT: a state (0 none, 1 being written, 2 complete) followed by five values.
+ABORT, EPOCH, HOST, REPORT, FLAGS = 0, 1, 2, 8, 32
+HOST_WORDS = 6
 REPORT_FIELDS = ("rank", "task", "what", "expected", "found")
 
 # What a wait was waiting for; an index into these names is what a report carries.
@@ -47,14 +49,32 @@ class PeerMemory:
     buffer: Tensor
     own: dict[str, Tensor]
     addresses: dict[str, Tensor]
+    host: Tensor
     handle: Any = None
+
+    def failure(self) -> dict[str, int] | None:
+        """The report that ended a call of this rank, if one did. Reads host memory only: no synchronization."""
+        if int(self.host[0]) == 0:
+            return None
+        return dict(zip(REPORT_FIELDS, self.host[1:].tolist(), strict=True))
+
+    def clear_failure(self) -> None:
+        """Make the next call an ordinary one; after the device has finished the failed one."""
+        self.host.zero_()
+        self.own["control"][ABORT].zero_()
+        self.own["control"][REPORT : REPORT + HOST_WORDS].zero_()
 
 
 def _view(buffer: Tensor, layout: Sequence[Region], rank: int, bases: Sequence[int], handle: Any = None) -> PeerMemory:
     offsets, _ = region_offsets(layout)
     own = {r.name: buffer[offsets[r.name] : offsets[r.name] + r.nbytes].view(r.dtype).view(r.shape) for r in layout}
     table = torch.tensor([[base + offsets[r.name] for base in bases] for r in layout], dtype=torch.int64, device=buffer.device)
-    return PeerMemory(rank, len(bases), buffer, own, {r.name: table[i] for i, r in enumerate(layout)}, handle)
+    cuda = buffer.device.type == "cuda"
+    host = torch.zeros(HOST_WORDS, dtype=torch.int32, pin_memory=cuda)
+    if not cuda:
+        host.share_memory_()
+    own["control"][HOST : HOST + 2].copy_(torch.tensor([host.data_ptr()], dtype=torch.int64).view(torch.int32))
+    return PeerMemory(rank, len(bases), buffer, own, {r.name: table[i] for i, r in enumerate(layout)}, host, handle)
 
 
 def virtual_memory(layout: Sequence[Region], ranks: int, device: torch.device) -> list[PeerMemory]:

@@ -21,14 +21,17 @@ from torch import Tensor
 
 from mok.config import TILE_M
 from mok.kernels.memory import PeerMemory
-from mok.kernels.signals import EXPERT_ID, peer_address, report
+from mok.kernels.signals import EXPERT_ID, peer_address, report, tell_host
 from mok.schedule import local_experts
 
 BLOCK_N = 512
 
 
-@triton.jit(do_not_specialize=["num_slots"])
-def count_kernel(ids_ptr, block_counts_ptr, control_ptrs, rank: tl.constexpr, num_slots, E: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BINS: tl.constexpr):
+@triton.jit(do_not_specialize=["rank", "num_slots"])
+def count_kernel(
+    ids_ptr, block_counts_ptr, control_ptrs, rank, num_slots,
+    E: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
     """block_counts[block, e] = slots of this block with id e. An id outside -1..E-1 is reported and treated as masked."""
     block = tl.program_id(0)
     slots = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -41,6 +44,7 @@ def count_kernel(ids_ptr, block_counts_ptr, control_ptrs, rank: tl.constexpr, nu
         first = tl.min(tl.where(wrong, slots, num_slots), axis=0)
         found = tl.load(ids_ptr + first).to(tl.int32)
         report(control_ptrs, rank, first, EXPERT_ID, E - 1, found, R)
+        tell_host(peer_address(control_ptrs, rank, tl.int32))
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -76,25 +80,25 @@ def place_kernel(ids_ptr, block_counts_ptr, starts_ptr, order_ptr, num_slots, E:
     tl.store(order_ptr + start + earlier, slots, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "num_local"])
 def rows_kernel(
     counts_ptrs, starts_ptrs, order_ptrs, peer_rank_ptr, peer_token_idx_ptr, num_tokens_ptr, tokens_per_expert_ptr, routes_per_expert_ptr,
-    tile_expert_ptr, FIRST: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
+    tile_expert_ptr, first, num_local, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """The rows of the rank that owns experts FIRST .. FIRST + L, a tile per program and turn. Rows are ordered by (expert, source, token, k)."""
+    """The rows of the rank that owns experts FIRST .. first + L, a tile per program and turn. Rows are ordered by (expert, source, token, k)."""
     experts = tl.arange(0, BLOCK_L)
     ranks = tl.arange(0, BLOCK_R)
-    owned = (ranks < R)[:, None] & (experts < L)[None, :]
+    owned = (ranks < R)[:, None] & (experts < num_local)[None, :]
     counts_of = tl.load(counts_ptrs + ranks, mask=ranks < R, other=0).to(tl.pointer_type(tl.int32))
-    counts_RL = tl.load(counts_of[:, None] + FIRST + experts[None, :], mask=owned, other=0)
+    counts_RL = tl.load(counts_of[:, None] + first + experts[None, :], mask=owned, other=0)
     routes_L = tl.sum(counts_RL, axis=0)
     tiles_L = (routes_L + BLOCK_M - 1) // BLOCK_M
     end_L = tl.cumsum(tiles_L, axis=0)
     num_tiles = tl.sum(tiles_L, axis=0)
     if tl.program_id(0) == 0:
         tl.store(num_tokens_ptr, num_tiles * BLOCK_M)
-        tl.store(tokens_per_expert_ptr + experts, tiles_L * BLOCK_M, mask=experts < L)
-        tl.store(routes_per_expert_ptr + experts, routes_L, mask=experts < L)
+        tl.store(tokens_per_expert_ptr + experts, tiles_L * BLOCK_M, mask=experts < num_local)
+        tl.store(routes_per_expert_ptr + experts, routes_L, mask=experts < num_local)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         expert = tl.sum((end_L <= tile).to(tl.int32), axis=0)
         first_tile = tl.sum(tl.where(experts < expert, tiles_L, 0), axis=0)
@@ -103,8 +107,8 @@ def rows_kernel(
         slot = tl.zeros((BLOCK_M,), tl.int32)
         before = 0
         for rank in range(R):
-            count = tl.load(peer_address(counts_ptrs, rank, tl.int32) + FIRST + expert)
-            start = tl.load(peer_address(starts_ptrs, rank, tl.int32) + FIRST + expert)
+            count = tl.load(peer_address(counts_ptrs, rank, tl.int32) + first + expert)
+            start = tl.load(peer_address(starts_ptrs, rank, tl.int32) + first + expert)
             mine = (position >= before) & (position < before + count)
             order = peer_address(order_ptrs, rank, tl.int32) + start
             slot = tl.where(mine, tl.load(order + position - before, mask=mine, other=0), slot)
@@ -171,6 +175,6 @@ def write_rows(memory: PeerMemory, schedule: DeviceSchedule, num_experts: int, n
     rows_kernel[(num_programs,)](
         memory.addresses["counts"], memory.addresses["starts"], memory.addresses["order"],
         schedule.peer_rank, schedule.peer_token_idx, schedule.num_tokens, schedule.tokens_per_expert, schedule.routes_per_expert,
-        schedule.tile_expert, FIRST=experts.start, L=len(experts), R=memory.size, BLOCK_M=tile_m,
+        schedule.tile_expert, first=experts.start, num_local=len(experts), R=memory.size, BLOCK_M=tile_m,
         BLOCK_L=triton.next_power_of_2(max(len(experts), 1)), BLOCK_R=triton.next_power_of_2(memory.size),
     )  # fmt: skip

@@ -19,6 +19,8 @@ from mok.kernels import memory
 INTERPRETING = tl.constexpr(bool(knobs.runtime.interpret))
 ABORT = tl.constexpr(memory.ABORT)
 EPOCH = tl.constexpr(memory.EPOCH)
+HOST = tl.constexpr(memory.HOST)
+HOST_WORDS = tl.constexpr(memory.HOST_WORDS)
 REPORT = tl.constexpr(memory.REPORT)
 FLAGS = tl.constexpr(memory.FLAGS)
 BARRIER = tl.constexpr(memory.STATES.index("barrier"))
@@ -27,7 +29,7 @@ H_READY = tl.constexpr(memory.STATES.index("h_ready"))
 H_FREE = tl.constexpr(memory.STATES.index("h_free"))
 X_FREE = tl.constexpr(memory.STATES.index("x_free"))
 EXPERT_ID = tl.constexpr(memory.STATES.index("expert id"))
-POLLS_PER_ABORT_CHECK = tl.constexpr(64)
+PATIENCE = tl.constexpr(64)  # readings between two looks at the abort flag
 
 
 @triton.jit
@@ -82,31 +84,38 @@ def report(control_ptrs, rank, task, what, expected, found, R: tl.constexpr):
 
 
 @triton.jit
+def tell_host(control):
+    """Copy this rank's report, if complete, to host memory, values first; the host looks there without synchronizing."""
+    if tl.atomic_add(control + REPORT, 0, sem="acquire", scope="sys") == 2:
+        host = tl.load((control + HOST).to(tl.pointer_type(tl.int64))).to(tl.pointer_type(tl.int32))
+        for word in tl.static_range(1, HOST_WORDS):
+            tl.store(host + word, tl.load(control + REPORT + word))
+        tl.debug_barrier()
+        tl.atomic_xchg(host, 1, sem="release", scope="sys")
+
+
+@triton.jit
 def wait_for(signal_ptr, expected, control_ptrs, rank, task, what, limit, R: tl.constexpr):
     """Wait until the signal is at least `expected`. False: gave up, or another wait did."""
     found = read_signal(signal_ptr)
     if found < expected:
-        abort = peer_address(control_ptrs, rank, tl.int32) + ABORT
-        polls = 0
+        control = peer_address(control_ptrs, rank, tl.int32)
+        polls = found * 0
         aborted = 0
         while (found < expected) & (polls < limit) & (aborted == 0):
             found = read_signal(signal_ptr)
             polls += 1
-            if polls % POLLS_PER_ABORT_CHECK == 0:
-                aborted = tl.atomic_add(abort, 0, sem="relaxed", scope="sys")
-        if (found < expected) & (aborted == 0):
-            report(control_ptrs, rank, task, what, expected, found, R)
+            if polls % PATIENCE == 0:
+                aborted = tl.atomic_add(control + ABORT, 0, sem="acquire", scope="sys")
+        if found < expected:
+            if aborted == 0:
+                report(control_ptrs, rank, task, what, expected, found, R)
+            tell_host(control)
     return found >= expected
 
 
-@triton.jit(do_not_specialize=["limit"])
-def barrier_kernel(control_ptrs, rank: tl.constexpr, limit, R: tl.constexpr, LANES: tl.constexpr):
-    """All ranks have come here, and everything they stored before is visible. One program of one warp; LANES: R rounded up to a power of two.
-
-    Every rank counts its barriers in its own memory (EPOCH) and tells each peer the count; so nothing changes from launch to launch, and
-    a captured graph can be replayed. Example, R = 2: both have EPOCH 6. Each writes 7 to its flag at the other and at itself, and leaves
-    when both of its own flags are at least 7.
-    """
+@triton.jit
+def meet(control_ptrs, rank, limit, R: tl.constexpr, LANES: tl.constexpr):
     own = peer_address(control_ptrs, rank, tl.int32)
     epoch = tl.load(own + EPOCH) + 1
     lanes = tl.arange(0, LANES)
@@ -118,19 +127,33 @@ def barrier_kernel(control_ptrs, rank: tl.constexpr, limit, R: tl.constexpr, LAN
     zero = tl.zeros((LANES,), tl.int32)
     arrived = tl.where(live, tl.atomic_add(own + FLAGS + lanes, zero, mask=live, sem="acquire", scope="sys"), epoch)
     found = tl.min(arrived, axis=0)
-    polls = 0
+    polls = found * 0
     aborted = 0
     while (found < epoch) & (polls < limit) & (aborted == 0):
         arrived = tl.where(live, tl.atomic_add(own + FLAGS + lanes, zero, mask=live, sem="acquire", scope="sys"), epoch)
         found = tl.min(arrived, axis=0)
         polls += 1
-        if polls % POLLS_PER_ABORT_CHECK == 0:
-            aborted = tl.atomic_add(own + ABORT, 0, sem="relaxed", scope="sys")
+        if polls % PATIENCE == 0:
+            aborted = tl.atomic_add(own + ABORT, 0, sem="acquire", scope="sys")
     if (found < epoch) & (aborted == 0):
         missing = tl.min(tl.where(arrived < epoch, lanes, LANES), axis=0)
         report(control_ptrs, rank, missing, BARRIER, epoch, found, R)
+    if tl.atomic_add(own + ABORT, 0, sem="acquire", scope="sys") > 0:  # a peer's failure is this rank's, even if it lacked nothing
+        tell_host(own)
     tl.debug_barrier()
     tl.store(own + EPOCH, epoch)
+
+
+@triton.jit(do_not_specialize=["rank", "limit"])
+def barrier_kernel(control_ptrs, rank, limit, R: tl.constexpr, LANES: tl.constexpr):
+    """All ranks have come here, and everything they stored before is visible. One program of one warp; LANES: R rounded up to a power of two.
+
+    Every rank counts its barriers in its own memory (EPOCH) and tells each peer the count; so nothing changes from launch to launch, and
+    a captured graph can be replayed. Example, R = 2: both have EPOCH 6. Each writes 7 to its flag at the other and at itself, and leaves
+    when both of its own flags are at least 7. A negative limit does nothing: it only loads the kernel.
+    """
+    if limit >= 0:
+        meet(control_ptrs, rank, limit, R, LANES)
 
 
 def barrier(control: object, rank: int, ranks: int, limit: int) -> None:

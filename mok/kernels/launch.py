@@ -1,0 +1,228 @@
+"""The host's side: a rank's workspace on the GPU and the launches of one forward. Nothing here reads the device.
+
+Legend: T tokens of this rank, H hidden, I intermediate, L experts of this rank, E experts in all, K choices per token, R ranks,
+S width of the shared experts, C rows whose gate and up are saved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mok.config import TILE_M
+from mok.fabric import FabricError
+from mok.kernels import memory as memory_module
+from mok.kernels.combine import combine
+from mok.kernels.forward import forward_kernel
+from mok.kernels.memory import PeerMemory
+from mok.kernels.schedule import DeviceSchedule, empty_schedule, max_tiles, sort_slots, write_rows
+from mok.kernels.signals import barrier
+from mok.schedule import local_experts
+
+POLLS_PER_SECOND = 1_000_000  # a reading of a signal takes about a microsecond
+
+
+@dataclass(frozen=True)
+class ForwardPlan:
+    """How the forward kernel cuts its work. No field changes a bit.
+
+    num_sms: programs; 0 means one per multiprocessor.
+    minibatch_tiles, ring_tiles: tiles of 128 rows; the ring holds at least two minibatches.
+    parts: pull tasks per tile.
+    """
+
+    num_sms: int = 0
+    minibatch_tiles: int = 32
+    ring_tiles: int = 256
+    parts: int = 4
+    block_m: int = TILE_M
+    block_n: int = 128
+    block_k: int = 64
+    block_h: int = 1024
+    num_warps: int = 8
+    num_stages: int = 4
+    programs_per_sm: int = 1
+
+
+@dataclass
+class Saved:
+    """What a backward needs again: gate and up of the first C rows, and of all tokens for the shared experts."""
+
+    gate_CI: Tensor
+    up_CI: Tensor
+    shared_gate_TS: Tensor
+    shared_up_TS: Tensor
+
+
+@dataclass
+class Workspace:
+    """One rank's memory for layers of one H and K. `scratch` holds what a call needs and the next one may overwrite."""
+
+    memory: PeerMemory
+    max_tokens: int
+    hidden: int
+    top_k: int
+    device: torch.device
+    timeout_s: float = 120.0
+    num_sms: int = 0
+    warming: bool = False  # barriers do not wait: a call then only compiles and loads what an ordinary call launches
+
+    def __post_init__(self) -> None:
+        self.scratch: dict[str, Tensor] = {}
+        if self.device.type == "cuda" and not self.num_sms:
+            self.num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    @property
+    def limit(self) -> int:
+        return int(min(self.timeout_s * POLLS_PER_SECOND, 2**31 - 1))
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A named buffer of at least this shape, kept between calls."""
+        count = torch.Size(shape).numel()
+        found = self.scratch.get(name)
+        if found is None or found.dtype != dtype or found.numel() < count:
+            found = self.scratch[name] = torch.empty(max(count, 1), dtype=dtype, device=self.device)
+        return found[:count].view(shape)
+
+    def check(self) -> None:
+        """Raise what ended an earlier call, on every rank, and clear it. Call after a synchronization to be sure about all earlier calls."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        failure = self.memory.failure()
+        if failure is None:
+            return
+        self.memory.clear_failure()
+        rank, task, expected, found = (failure[name] for name in ("rank", "task", "expected", "found"))
+        what = memory_module.STATES[failure["what"]]
+        if what == "expert id":
+            raise ValueError(f"ids_TK: slot {task} of rank {rank} is {found}: must be -1 or in 0..{expected}")
+        raise FabricError(f"rank {rank}, task {task}: waited for {what}, expected {expected}, found {found}", [rank])
+
+    def barrier(self) -> None:
+        if self.memory.size > 1:
+            barrier(self.memory.addresses["control"], self.memory.rank, self.memory.size, -1 if self.warming else self.limit)
+
+
+def schedule(workspace: Workspace, ids_TK: Tensor, num_experts: int) -> DeviceSchedule:
+    """Sort, meet, write rows: launches only."""
+    workspace.check()
+    memory = workspace.memory
+    num_local = len(local_experts(num_experts, memory.size, memory.rank))
+    tiles = max_tiles(workspace.max_tokens, workspace.top_k, memory.size, num_local)
+    result = empty_schedule(tiles, num_local, workspace.device)
+    workspace.barrier()  # nobody still reads what is written now
+    sort_slots(memory, ids_TK, num_experts)
+    workspace.barrier()
+    write_rows(memory, result, num_experts, 2 * workspace.num_sms)
+    return result
+
+
+def _rows(matrix: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
+    """A descriptor of a row-major matrix (leading dimensions joined) for blocks of this size; an empty one stands for a row of zeros."""
+    flat = matrix.reshape(-1, matrix.shape[-1])
+    if flat.numel() == 0:
+        flat = matrix.new_zeros(1, max(matrix.shape[-1], 8))
+    return TensorDescriptor.from_tensor(flat, [block_rows, block_columns])
+
+
+def ring_tiles(plan: ForwardPlan, tiles: int) -> int:
+    """Tiles of the ring: no more than can be in use, at least two minibatches, whole minibatches."""
+    minibatches = max(2, min(plan.ring_tiles // plan.minibatch_tiles, triton.cdiv(tiles, plan.minibatch_tiles)))
+    return minibatches * plan.minibatch_tiles
+
+
+def forward(
+    workspace: Workspace,
+    rows: DeviceSchedule,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    x_TH: Tensor,
+    gate_LIH: Tensor,
+    up_LIH: Tensor,
+    down_LHI: Tensor,
+    num_experts: int,
+    shared: tuple[Tensor, Tensor, Tensor] | None = None,
+    clamp: float | None = None,
+    shared_clamp: float | None = None,
+    shared_scale_T: Tensor | None = None,
+    saved_rows: int = 0,
+    save: bool = False,
+    plan: ForwardPlan | None = None,
+) -> tuple[Tensor, Saved | None]:
+    """Publish, one kernel, combine. shared: gate [S, H], up [S, H], down [H, S]."""
+    workspace.check()
+    plan = plan or ForwardPlan()
+    memory, hidden, width = workspace.memory, workspace.hidden, gate_LIH.shape[1]
+    if memory.size > 1:
+        memory.own["x"][: x_TH.shape[0]].copy_(x_TH)
+    shared_out, saved = launch_kernel(
+        workspace, rows, x_TH, gate_LIH, up_LIH, down_LHI, shared, clamp, shared_clamp, saved_rows, save, plan, hidden, width
+    )
+    workspace.barrier()
+    out = combine(memory.own["combine"], ids_TK, weights_TK, num_experts, shared_out, shared_scale_T)
+    return out, saved
+
+
+def launch_kernel(
+    workspace: Workspace, rows: DeviceSchedule, x_TH: Tensor, gate_LIH: Tensor, up_LIH: Tensor, down_LHI: Tensor,
+    shared: tuple[Tensor, Tensor, Tensor] | None, clamp: float | None, shared_clamp: float | None, saved_rows: int, save: bool,
+    plan: ForwardPlan, hidden: int, width: int,
+) -> tuple[Tensor | None, Saved | None]:  # fmt: skip
+    """The megakernel, between a barrier (all x are there) and another one (all results are)."""
+    args, saved, shared_out = kernel_arguments(
+        workspace, rows, x_TH, gate_LIH, up_LIH, down_LHI, shared, clamp, shared_clamp, saved_rows, save, plan, hidden, width
+    )
+    args["signals_ptr"].zero_()
+    workspace.barrier()
+    programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
+    forward_kernel[(programs,)](**args, num_warps=plan.num_warps, num_stages=plan.num_stages)
+    return shared_out, saved
+
+
+def kernel_arguments(
+    workspace: Workspace, rows: DeviceSchedule, x_TH: Tensor, gate_LIH: Tensor, up_LIH: Tensor, down_LHI: Tensor,
+    shared: tuple[Tensor, Tensor, Tensor] | None, clamp: float | None, shared_clamp: float | None, saved_rows: int, save: bool,
+    plan: ForwardPlan, hidden: int, width: int,
+) -> tuple[dict[str, object], Saved | None, Tensor | None]:  # fmt: skip
+    """Every argument of the kernel by name."""
+    memory, tokens = workspace.memory, x_TH.shape[0]
+    m, n, k = plan.block_m, plan.block_n, plan.block_k
+    tiles = rows.tile_expert.numel()
+    ring = ring_tiles(plan, tiles)
+    shared_width = shared[0].shape[0] if shared else 0
+    bf16 = torch.bfloat16
+    x_ring = workspace.take("x_ring", (ring * m, hidden), bf16)
+    h_ring = workspace.take("h_ring", (ring * m, width), bf16)
+    shared_h = workspace.take("shared_h", (tokens, shared_width), bf16) if shared_width else h_ring
+    shared_out = torch.empty(tokens, hidden, dtype=bf16, device=workspace.device) if shared_width else None
+    shared_gate, shared_up, shared_down = shared if shared else (gate_LIH, up_LIH, down_LHI)
+    saved = None
+    if save:
+        empty = lambda count, columns: torch.empty(count, columns, dtype=bf16, device=workspace.device)  # noqa: E731
+        saved = Saved(*(empty(saved_rows, width) for _ in range(2)), *(empty(tokens, max(shared_width, 8)) for _ in range(2)))
+    signals = workspace.take("signals", (32 + 3 * tiles + triton.cdiv(tokens, m),), torch.int32)
+    args: dict[str, object] = dict(
+        x_ptr=x_TH, x_ptrs=memory.addresses["x"], combine_ptr=memory.own["combine"], combine_ptrs=memory.addresses["combine"],
+        control_ptrs=memory.addresses["control"],
+        peer_rank_ptr=rows.peer_rank, peer_token_idx_ptr=rows.peer_token_idx, tile_expert_ptr=rows.tile_expert,
+        num_tokens_ptr=rows.num_tokens,
+        ring_ptr=x_ring, ring_x_desc=_rows(x_ring, m, k), ring_h_desc=_rows(h_ring, m, k), store_h_desc=_rows(h_ring, m, n),
+        gate_desc=_rows(gate_LIH, n, k), up_desc=_rows(up_LIH, n, k), down_desc=_rows(down_LHI, n, k),
+        save_gate_desc=_rows(saved.gate_CI if saved else h_ring, m, n), save_up_desc=_rows(saved.up_CI if saved else h_ring, m, n),
+        shared_x_desc=_rows(x_TH, m, k), shared_h_desc=_rows(shared_h, m, k), store_shared_h_desc=_rows(shared_h, m, n),
+        shared_gate_desc=_rows(shared_gate, n, k), shared_up_desc=_rows(shared_up, n, k), shared_down_desc=_rows(shared_down, n, k),
+        save_shared_gate_desc=_rows(saved.shared_gate_TS if saved else h_ring, m, n),
+        save_shared_up_desc=_rows(saved.shared_up_TS if saved else h_ring, m, n),
+        shared_out_ptr=shared_out if shared_width else x_ring,
+        signals_ptr=signals, max_tiles=tiles, tokens=tokens, saved_rows=saved_rows,
+        limit=float(clamp or 0.0), shared_limit=float(shared_clamp or 0.0), wait_limit=workspace.limit,
+        rank=memory.rank, H=hidden, I=width, S=shared_width, K=workspace.top_k, R=memory.size,
+        CLAMP=clamp is not None, SHARED_CLAMP=shared_clamp is not None, SAVE=save, RING=ring, TILES=plan.minibatch_tiles, PARTS=plan.parts,
+        BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, BLOCK_H=min(plan.block_h, triton.next_power_of_2(hidden)), THREADS=32 * plan.num_warps,
+    )  # fmt: skip
+    return args, saved, shared_out
+

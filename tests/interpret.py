@@ -1,0 +1,96 @@
+"""Run every program of a Triton kernel as a process of its own under Triton's interpreter, so that waits, tickets and rings interleave on a CPU.
+
+TRITON_INTERPRET=1 must be set before triton is imported. What the kernel writes must lie in shared memory (tensor.share_memory_()); addresses
+stay valid because the processes are forked. The interpreter's atomics are the machine's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+import signal
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+from triton.runtime import interpreter
+
+
+class Deadline(RuntimeError):
+    """Some program did not end in time."""
+
+
+def _run_program(kernel, grid: tuple[int, ...], program: int, arguments: dict[str, object]) -> None:
+    names = list(inspect.getfullargspec(kernel.fn).args)
+    arguments = {name: value for name, value in arguments.items() if name in names}
+    executor = interpreter.GridExecutor(kernel.fn, names, grid)
+    _, host = executor._init_args_hst([], arguments)
+    interpreter._patch_lang(kernel.fn)
+    bound = {name: value if name in executor.constexprs else interpreter._implicit_cvt(value) for name, value in host.items()}
+    interpreter.interpreter_builder.set_grid_dim(*grid, *[1] * (3 - len(grid)))
+    interpreter.interpreter_builder.set_grid_idx(program, 0, 0)
+    kernel.fn(**bound)
+
+
+def _disturb(max_delay_s: float, seed: int, lose: Callable[[int, int], bool] | None) -> None:
+    """Sleep for a random time before every atomic operation, and let some additions (address, nth of this program) be lost."""
+    source, builder, seen = random.Random(seed), interpreter.InterpreterBuilder, [0]
+    original = builder.create_atomic_rmw
+
+    def create_atomic_rmw(self, op, pointer, value, mask, sem, scope):
+        if max_delay_s:
+            time.sleep(source.random() ** 4 * max_delay_s)
+        if lose is not None and value.data.size == 1 and int(value.data.flat[0]) != 0:
+            seen[0] += 1
+            if lose(int(pointer.data.flat[0]), seen[0]):
+                value = interpreter.TensorHandle(value.data * 0, value.dtype)
+        return original(self, op, pointer, value, mask, sem, scope)
+
+    builder.create_atomic_rmw = create_atomic_rmw
+
+
+def run_concurrently(
+    kernel,
+    programs: int,
+    launches: list[dict[str, object]],
+    deadline_s: float = 60.0,
+    max_delay_s: float = 0.0,
+    seed: int = 0,
+    lose: Callable[[int, int], bool] | None = None,
+) -> None:
+    """Run `programs` programs for each of the launches (the kernel's arguments by name, one launch per rank), all at the same time."""
+    children: list[int] = []
+    for rank, arguments in enumerate(launches):
+        for program in range(programs):
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    torch.set_num_threads(1)
+                    _disturb(max_delay_s, seed * 1000 + rank * 100 + program, lose)
+                    _run_program(kernel, (programs,), program, arguments)
+                    code = 0
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    os._exit(code)
+            children.append(child)
+    failed, start = False, time.monotonic()
+    try:
+        while children and not failed:
+            child, status = os.waitpid(-1, os.WNOHANG)
+            if child in children:
+                children.remove(child)
+                failed = status != 0
+            elif time.monotonic() - start > deadline_s:
+                raise Deadline(f"{len(children)} programs still run after {deadline_s} s: some wait was never met")
+            else:
+                time.sleep(0.002)
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    if failed:
+        raise RuntimeError("a program failed; its traceback is above")

@@ -1,0 +1,387 @@
+"""The real kernels under the interpreter; one process runs all cases and prints one JSON object {case: "" or traceback}.
+
+Run alone: TRITON_INTERPRET=1 python tests/interpreted_cases.py [case ...]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+import traceback
+
+os.environ["TRITON_INTERPRET"] = "1"
+sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path.dirname(os.path.abspath(__file__))]
+
+import torch
+import triton
+import triton.language as tl
+from interpret import run_concurrently
+from torch import Tensor
+
+from mok import reference
+from mok import schedule as host_schedule
+from mok.fabric import FabricError
+from mok.kernels import launch, memory, signals
+from mok.kernels import schedule as device_schedule
+from mok.kernels.combine import combine
+from mok.kernels.forward import count_tickets, decode_ticket, forward_kernel
+from mok.kernels.launch import ForwardPlan, Workspace
+
+CPU = torch.device("cpu")
+BLOCK = 16  # tile height, slice width and depth of a step in these tests
+PLAN = ForwardPlan(num_sms=2, minibatch_tiles=2, ring_tiles=4, parts=2, block_m=BLOCK, block_n=BLOCK, block_k=BLOCK, block_h=32, num_warps=1)
+
+
+def shared(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().share_memory_()
+
+
+class Problem:
+    """Random tokens, routes and weights of a whole group; `split` deals them to R ranks."""
+
+    def __init__(self, seed: int, tokens: int, hidden: int, width: int, experts: int, top_k: int, masked: float = 0.1, shared_width: int = 0):
+        g = torch.Generator().manual_seed(seed)
+        bf16 = lambda *shape, scale=1.0: shared((torch.randn(*shape, generator=g) * scale).bfloat16())  # noqa: E731
+        self.experts, self.top_k, self.hidden = experts, top_k, hidden
+        self.x_TH = bf16(tokens, hidden)
+        self.ids_TK = torch.stack([torch.randperm(experts, generator=g)[:top_k] for _ in range(tokens)]) if tokens else torch.zeros(0, top_k).long()
+        self.ids_TK[torch.rand(tokens, top_k, generator=g) < masked] = -1
+        self.weights_TK = torch.randn(tokens, top_k, generator=g)
+        self.weights_TK[self.ids_TK < 0] = float("nan")
+        self.gate_EIH, self.up_EIH = (bf16(experts, width, hidden, scale=hidden**-0.5) for _ in range(2))
+        self.down_EHI = bf16(experts, hidden, width, scale=width**-0.5)
+        self.shared = None
+        if shared_width:
+            self.shared = (
+                bf16(shared_width, hidden, scale=hidden**-0.5), bf16(shared_width, hidden, scale=hidden**-0.5),
+                bf16(hidden, shared_width, scale=shared_width**-0.5),
+            )  # fmt: skip
+
+    def split(self, ranks: int) -> list[slice]:
+        """Uneven parts; with three ranks or more the last but one has no token."""
+        tokens = self.x_TH.shape[0]
+        if ranks >= 3:
+            edges = [tokens * r // (ranks - 1) for r in range(ranks - 1)]
+            edges = [*edges, edges[-1], tokens]
+        else:
+            edges = [0, *[tokens * (2 * r - 1) // (2 * ranks - 1) for r in range(1, ranks)], tokens]
+        return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+
+    def expected(self, clamp: float | None = None, shared_clamp: float | None = None) -> Tensor:
+        shared_out = reference.swiglu(self.x_TH, *self.shared, shared_clamp) if self.shared else None
+        return reference.moe(
+            self.x_TH, self.ids_TK, self.weights_TK, self.gate_EIH, self.up_EIH, self.down_EHI, shared=shared_out, clamp=clamp
+        )  # fmt: skip
+
+
+def make_workspaces(problem: Problem, ranks: int, timeout_s: float = 120.0) -> list[Workspace]:
+    most = max(part.stop - part.start for part in problem.split(ranks))
+    views = memory.virtual_memory(memory.regions(most, problem.hidden, problem.experts, problem.top_k, ranks), ranks, CPU)
+    made = [Workspace(view, most, problem.hidden, problem.top_k, CPU, timeout_s, num_sms=2) for view in views]
+    for workspace in made:
+        workspace.memory.own["combine"].fill_(float("nan"))
+        workspace.memory.own["x"].fill_(float("nan"))
+    return made
+
+
+def make_schedules(problem: Problem, workspaces: list[Workspace]) -> list[device_schedule.DeviceSchedule]:
+    ranks, made = len(workspaces), []
+    for workspace, part in zip(workspaces, problem.split(ranks), strict=True):
+        device_schedule.sort_slots(workspace.memory, problem.ids_TK[part].contiguous(), problem.experts)
+    for workspace in workspaces:
+        local = len(host_schedule.local_experts(problem.experts, ranks, workspace.memory.rank))
+        tiles = device_schedule.max_tiles(workspace.max_tokens, problem.top_k, ranks, local, BLOCK)
+        rows = device_schedule.empty_schedule(tiles, local, CPU, BLOCK)
+        device_schedule.write_rows(workspace.memory, rows, problem.experts, 2, BLOCK)
+        made.append(rows)
+    return made
+
+
+def run_layer(
+    problem: Problem, ranks: int, plan: ForwardPlan = PLAN, clamp: float | None = None, shared_clamp: float | None = None,
+    saved_rows: int | None = None, timeout_s: float = 120.0, lose=None, **disturb,
+) -> tuple[Tensor, list, list]:  # fmt: skip
+    """The whole layer on R virtual ranks, the programs of all ranks at the same time. -> (out of all tokens, schedules, saved)."""
+    workspaces = make_workspaces(problem, ranks, timeout_s)
+    schedules = make_schedules(problem, workspaces)
+    launches, shared_outs, saved = [], [], []
+    for workspace, rows, part in zip(workspaces, schedules, problem.split(ranks), strict=True):
+        local = host_schedule.local_experts(problem.experts, ranks, workspace.memory.rank)
+        x = shared(problem.x_TH[part].clone())
+        workspace.memory.own["x"][: x.shape[0]] = x
+        mine = slice(local.start, local.stop)
+        arguments, kept, out = launch.kernel_arguments(
+            workspace, rows, x, problem.gate_EIH[mine], problem.up_EIH[mine], problem.down_EHI[mine], problem.shared, clamp, shared_clamp,
+            saved_rows or 0, saved_rows is not None, plan, problem.hidden, problem.gate_EIH.shape[1],
+        )  # fmt: skip
+        for buffer in workspace.scratch.values():
+            buffer.share_memory_()
+            buffer.fill_(0 if buffer.dtype == torch.int32 else float("nan"))
+        for tensor in [out, *(vars(kept).values() if kept else ())]:
+            if tensor is not None:
+                tensor.share_memory_().fill_(float("nan"))
+        launches.append(arguments)
+        shared_outs.append(out)
+        saved.append(kept)
+    hook = None if lose is None else lose(launches)
+    run_concurrently(forward_kernel, plan.num_sms, launches, lose=hook, **disturb)
+    for workspace in workspaces:
+        workspace.check()
+    outs = [
+        combine(w.memory.own["combine"], problem.ids_TK[part], problem.weights_TK[part], problem.experts, out)
+        for w, part, out in zip(workspaces, problem.split(ranks), shared_outs, strict=True)
+    ]
+    return torch.cat(outs), schedules, saved
+
+
+def assert_close(out: Tensor, expected: Tensor) -> None:
+    assert torch.isfinite(out.float()).all(), "not finite"
+    error = (out.float() - expected.float()).norm(dim=1) / expected.float().norm(dim=1).clamp(min=1e-3)
+    assert float(error.max()) < 8e-3, f"relative error {float(error.max()):.2e} in row {int(error.argmax())}"
+
+
+def case_schedule():
+    """The device's rows are those of mok.schedule: masked slots, experts that do not divide by R, a rank without tokens, more than one block."""
+    for seed, (tokens, experts, top_k, ranks) in enumerate([(37, 8, 2, 1), (700, 5, 3, 2), (64, 7, 4, 3), (0, 3, 1, 2), (300, 1, 1, 1), (9, 2, 2, 4)]):
+        problem = Problem(seed, tokens, 16, 16, experts, top_k, masked=0.3)
+        workspaces = make_workspaces(problem, ranks)
+        got = make_schedules(problem, workspaces)
+        routes = [host_schedule.sort_routes(problem.ids_TK[part], experts) for part in problem.split(ranks)]
+        counts = torch.stack([r.counts for r in routes])
+        for rank in range(ranks):
+            local = host_schedule.local_experts(experts, ranks, rank)
+            want = host_schedule.build_schedule(counts, [r.order for r in routes], local, BLOCK)
+            rows = int(want.num_tokens)
+            for name in ("num_tokens", "tokens_per_expert", "routes_per_expert"):
+                assert torch.equal(getattr(got[rank], name), getattr(want, name)), (seed, rank, name)
+            for name, count in (("peer_rank", rows), ("peer_token_idx", rows), ("tile_expert", rows // BLOCK)):
+                assert torch.equal(getattr(got[rank], name)[:count], getattr(want, name)), (seed, rank, name)
+
+
+def case_schedule_example():
+    """The four numbers of the module's text."""
+    ids = torch.tensor([[2], [0], [2], [2]])
+    view = memory.virtual_memory(memory.regions(4, 8, 3, 1, 1), 1, CPU)[0]
+    device_schedule.sort_slots(view, ids, 3)
+    rows = device_schedule.empty_schedule(device_schedule.max_tiles(4, 1, 1, 3, 2), 3, CPU, 2)
+    device_schedule.write_rows(view, rows, 3, 1, 2)
+    assert view.own["counts"].tolist() == [1, 0, 3] and view.own["starts"].tolist() == [0, 1, 1] and view.own["order"].tolist() == [1, 0, 2, 3]
+    assert rows.peer_rank[:6].tolist() == [0, -1, 0, 0, 0, -1] and rows.peer_token_idx[:6].tolist() == [1, 0, 0, 2, 3, 0]
+    assert rows.tile_expert[:3].tolist() == [0, 2, 2]
+
+
+def case_expert_id_out_of_range():
+    """An id of E or -7 names the slot, is treated as masked, and the next call is an ordinary one."""
+    for wrong in (3, -7):
+        ids = torch.tensor([[2], [wrong], [0]])
+        view = memory.virtual_memory(memory.regions(3, 8, 3, 1, 1), 1, CPU)[0]
+        workspace = Workspace(view, 3, 8, 1, CPU, num_sms=1)
+        device_schedule.sort_slots(view, ids, 3)
+        assert view.own["counts"].tolist() == [1, 0, 1]
+        try:
+            workspace.check()
+            raise AssertionError("no error")
+        except ValueError as error:
+            assert f"slot 1 of rank 0 is {wrong}" in str(error), error
+        workspace.check()
+
+
+@triton.jit
+def decode_kernel(
+    out_ptr, count_ptr, num_tiles, shared_tiles, TILES: tl.constexpr, PARTS: tl.constexpr, UPS: tl.constexpr, DOWNS: tl.constexpr,
+    SHARED_UPS: tl.constexpr,
+):  # fmt: skip
+    total = count_tickets(num_tiles, shared_tiles, TILES, PARTS, UPS, DOWNS, SHARED_UPS)
+    tl.store(count_ptr, total)
+    for ticket in range(total):
+        kind, tile, part = decode_ticket(ticket + 0 * num_tiles, num_tiles, shared_tiles, TILES, PARTS, UPS, DOWNS, SHARED_UPS)
+        tl.store(out_ptr + ticket * 3, kind)
+        tl.store(out_ptr + ticket * 3 + 1, tile)
+        tl.store(out_ptr + ticket * 3 + 2, part)
+
+
+def decode_all(num_tiles, shared_tiles, tiles, parts, ups, downs, shared_ups) -> list[tuple[int, int, int]]:
+    out, count = torch.zeros(30000, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    decode_kernel[(1,)](out, count, num_tiles, shared_tiles, TILES=tiles, PARTS=parts, UPS=ups, DOWNS=downs, SHARED_UPS=shared_ups)
+    return [tuple(row) for row in out.view(-1, 3)[: int(count)].tolist()]
+
+
+def case_ticket_order():
+    """Every task once, no task before what it waits for, for many sizes; and the example of the module's text."""
+    nothing, pull, up, down, shared_up, shared_down = range(6)
+    got = decode_all(3, 0, 2, 1, 1, 1, 0)
+    names = ["-", "P", "U", "D"]
+    assert " ".join(f"{names[kind]}{tile}" if kind else "-" for kind, tile, _ in got) == "P0 P1 P2 - U0 U1 U2 D0 D1 D2", got
+    for tiles, parts, ups, downs, shared_ups in [(2, 1, 1, 1, 0), (4, 2, 3, 5, 2), (3, 4, 1, 2, 1), (32, 4, 2, 1, 1)]:
+        for num_tiles in (0, 1, tiles - 1, tiles, tiles + 1, 2 * tiles, 3 * tiles - 1, 5 * tiles, 5 * tiles + 1):
+            for shared_tiles in (0, 3) if shared_ups else (0,):
+                order = decode_all(num_tiles, shared_tiles, tiles, parts, ups, downs, shared_ups)
+                real = [task for task in order if task[0] != nothing]
+                want = [(kind, t, p) for kind, n in ((pull, parts), (up, ups), (down, downs)) for t in range(num_tiles) for p in range(n)]
+                want += [(kind, t, p) for kind, n in ((shared_up, shared_ups), (shared_down, downs)) for t in range(shared_tiles) for p in range(n)]
+                assert sorted(real) == sorted(want), (num_tiles, shared_tiles, tiles)
+                place = {task: i for i, task in enumerate(order)}
+                ring = 2 * tiles  # the smallest ring
+                for (kind, t, _), i in place.items():
+                    needs = []
+                    if kind == pull and t >= ring:
+                        needs = [(up, t - ring, p) for p in range(ups)]
+                    elif kind == up:
+                        needs = [(pull, t, p) for p in range(parts)] + ([(down, t - ring, p) for p in range(downs)] if t >= ring else [])
+                    elif kind == down:
+                        needs = [(up, t, p) for p in range(ups)]
+                    elif kind == shared_down:
+                        needs = [(shared_up, t, p) for p in range(shared_ups)]
+                    assert all(place[need] < i for need in needs), (kind, t, num_tiles, tiles)
+
+
+def case_combine():
+    """Only ordered sums: bit for bit; masked slots are not read, NaN weights there do not matter. And the example of the text."""
+    g = torch.Generator().manual_seed(3)
+    y, shared_out = torch.randn(7 * 3, 40, generator=g).bfloat16(), torch.randn(7, 40, generator=g).bfloat16()
+    ids, weights = torch.randint(0, 5, (7, 3), generator=g), torch.randn(7, 3, generator=g)
+    ids[2, 1] = ids[4] = -1
+    weights[ids < 0] = float("nan")
+    y.view(7, 3, 40)[ids < 0] = float("nan")
+    for base in (None, shared_out):
+        want = torch.zeros(7, 40) if base is None else base.float()
+        for k in range(3):
+            want = torch.where(ids[:, k : k + 1] >= 0, want + weights[:, k : k + 1] * y.view(7, 3, 40)[:, k].float(), want)
+        assert torch.equal(combine(y, ids, weights, 5, base), want.bfloat16())
+    y = torch.tensor([[4.0] * 8, [1.0] * 8]).bfloat16()
+    w, base = torch.tensor([[0.5, 2.0]]), torch.full((1, 8), 3.0).bfloat16()
+    assert combine(y, torch.tensor([[0, 5]]), w, 6, base)[0, 0] == 7 and combine(y, torch.tensor([[5, -1]]), w, 6, base)[0, 0] == 5
+
+
+def case_barrier():
+    """Three ranks, delays, three barriers in a row; then one rank stays away and the others report it."""
+    views = memory.virtual_memory(memory.regions(1, 16, 1, 1, 3), 3, CPU)
+    launches = [dict(control_ptrs=v.addresses["control"], rank=v.rank, limit=10**6, R=3, LANES=4) for v in views]
+    for turn in range(3):
+        run_concurrently(signals.barrier_kernel, 1, launches, max_delay_s=0.02, seed=turn)
+    assert [v.own["control"][memory.EPOCH].item() for v in views] == [3, 3, 3]
+    run_concurrently(signals.barrier_kernel, 1, [dict(a, limit=2000) for a in launches[:2]])
+    reports = [v.failure() for v in views]
+    assert reports[0]["what"] == 0 and reports[0]["task"] == 2 and reports[0]["expected"] == 4 and reports[0]["found"] == 3, reports
+    assert reports[1] is not None and reports[2] is None
+
+
+def case_forward_ranks():
+    """R = 1, 2, 3 ranks, ring smaller than the rows, masked slots, uneven tokens: near the reference, and the same bits for every R."""
+    problem = Problem(1, 75, 48, 40, 5, 3)
+    expected, first = problem.expected(), None
+    for ranks in (1, 2, 3):
+        out, schedules, _ = run_layer(problem, ranks)
+        assert any(int(s.num_tokens) > PLAN.ring_tiles * BLOCK for s in schedules), "the ring is not smaller than the rows"
+        assert_close(out, expected)
+        first = out if first is None else first
+        assert torch.equal(out, first), ranks
+
+
+def case_forward_delays():
+    """Twenty seeds of random delays at every atomic operation: the same bits."""
+    problem = Problem(2, 40, 32, 32, 4, 2)
+    first, _, _ = run_layer(problem, 1)
+    assert_close(first, problem.expected())
+    for seed in range(20):
+        out, _, _ = run_layer(problem, 1 + seed % 3, ForwardPlan(**{**vars(PLAN), "num_sms": 1 + seed % 2}), max_delay_s=0.004, seed=seed)
+        assert torch.equal(out, first), seed
+
+
+def case_forward_knobs():
+    """Minibatch, ring, parts and programs move no bit."""
+    problem = Problem(3, 60, 32, 48, 3, 2, shared_width=24)
+    first, _, _ = run_layer(problem, 1)
+    assert_close(first, problem.expected())
+    for changes in (dict(minibatch_tiles=1, ring_tiles=2), dict(minibatch_tiles=3, ring_tiles=9, parts=1), dict(parts=4, num_sms=3), dict(num_sms=1)):
+        out, _, _ = run_layer(problem, 2, ForwardPlan(**{**vars(PLAN), **changes}))
+        assert torch.equal(out, first), changes
+
+
+def case_forward_shared_clamp_saved():
+    """A wider shared expert, clamps, and gate and up of the first rows saved as they were used; nothing beyond C is written."""
+    problem = Problem(4, 50, 32, 48, 4, 2, masked=0.0, shared_width=80)
+    for clamp, shared_clamp in ((None, None), (0.25, 0.5)):
+        out, schedules, saved = run_layer(problem, 1, clamp=clamp, shared_clamp=shared_clamp, saved_rows=40)
+        assert_close(out, problem.expected(clamp, shared_clamp))
+        gate, rows = saved[0].gate_CI, schedules[0]
+        token = rows.peer_token_idx[:40].long() // 2
+        x = torch.where(rows.peer_rank[:40, None] >= 0, problem.x_TH[token].float(), 0)
+        expert = rows.tile_expert[:3].repeat_interleave(BLOCK)[:40].long()
+        for kept, weights in ((gate, problem.gate_EIH), (saved[0].up_CI, problem.up_EIH)):
+            want = torch.einsum("mh,mih->mi", x, weights.float()[expert])
+            assert kept.shape == (40, 48) and float((kept.float() - want).abs().max()) < 0.03
+        want = problem.x_TH.float() @ problem.shared[1].float().T
+        assert float((saved[0].shared_up_TS.float() - want).abs().max()) < 0.05
+
+
+def case_forward_extremes():
+    """All masked, all to one expert, no tokens, K larger than a rank's experts, widths that are no multiple of a slice."""
+    for ids, tokens in ((-1, 20), (2, 50), (None, 0)):
+        problem = Problem(5, tokens, 24, 56, 3, 2, masked=0.0)
+        if ids is not None:
+            problem.ids_TK.fill_(ids)
+            problem.weights_TK = torch.rand(tokens, 2)
+        for ranks in (1, 2):
+            out, _, _ = run_layer(problem, ranks)
+            assert out.shape == problem.x_TH.shape
+            if ids == -1:
+                assert not out.any()
+            elif tokens:
+                assert_close(out, problem.expected())
+
+
+def case_nan_stays_in_its_token():
+    problem = Problem(6, 40, 32, 32, 4, 2)
+    clean, _, _ = run_layer(problem, 2, clamp=2.0)
+    problem.ids_TK[11] = torch.tensor([1, 3])
+    problem.weights_TK[11] = 1.0
+    clean, _, _ = run_layer(problem, 2, clamp=2.0)
+    problem.x_TH[11, 5] = float("nan")
+    out, _, _ = run_layer(problem, 2, clamp=2.0)
+    assert torch.isnan(out[11].float()).all()
+    others = torch.arange(40) != 11
+    assert torch.equal(out[others], clean[others])
+
+
+def case_lost_signal_ends_in_a_report():
+    """One x_ready of rank 1 gets lost: the wait gives up, says what it lacked, on every rank, and the kernel ends."""
+    problem = Problem(7, 40, 32, 32, 4, 2)
+
+    def lose(launches):
+        ready = launches[1]["signals_ptr"].data_ptr() + 4 * 32
+
+        def lost(address, nth):
+            return address == ready
+
+        return lost
+
+    start = time.monotonic()
+    try:
+        run_layer(problem, 2, timeout_s=3e-3, lose=lose, deadline_s=50)
+        raise AssertionError("no error")
+    except FabricError as error:
+        assert re.search(r"rank 1, task 0: waited for [xh]_ready, expected \d, found 0", str(error)), error
+    assert time.monotonic() - start < 50
+
+
+def main() -> None:
+    chosen = sys.argv[1:]
+    results = {}
+    for name, case in list(globals().items()):
+        if name.startswith("case_") and (not chosen or name[5:] in chosen):
+            start = time.monotonic()
+            try:
+                case()
+                results[name[5:]] = ""
+            except BaseException:
+                results[name[5:]] = traceback.format_exc()
+            print(f"{name[5:]}: {'ok' if not results[name[5:]] else 'FAILED'} {time.monotonic() - start:.1f} s", file=sys.stderr)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
