@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from mok.config import MoEConfig
 from mok.router import Router, balance_loss, choose_experts
@@ -547,16 +548,16 @@ def test_update_bias_is_exact():
 
 def test_update_bias_balances():
     c = config(score="sigmoid", selection_bias=True, num_experts=8, top_k=2)
-    logits = make_logits(c, 4096) + torch.arange(8) * 0.5  # the last experts are the favourites
+    logits = make_logits(c, 512) + torch.arange(8) * 0.8  # the last experts are the favourites
     router = Router(c)
 
     def loads():
         return choose_experts(logits, c, router.bias).ids_TK.flatten().bincount(minlength=8)
 
     first = loads()
-    for _ in range(400):
-        router.update_bias(loads(), 0.002)
-    assert first.max() > 2 * 1024 > 1.1 * loads().max()
+    for step in range(200):  # a constant rate would end in swings of a step to and fro
+        router.update_bias(loads(), 0.02 * 0.97**step)
+    assert first.max() > 2 * 128 and loads().max() < 1.1 * 128  # 128 is the mean
 
 
 def test_update_bias_refuses():
