@@ -266,7 +266,7 @@ def _minibatches(rows: int, tuning: Tuning) -> list[slice]:
 
 
 class Ring:
-    """M rows of a destination: row r lives in slot r mod M. Dispatch runs ahead until the ring is full; done minibatches free their slots."""
+    """M rows of a destination: row r lives in slot r mod M. Dispatch runs ahead until the ring is full; a done minibatch frees its slots."""
 
     def __init__(self, rows: int, tuning: Tuning, widths: dict[str, int], dtypes: dict[str, torch.dtype]) -> None:
         self.size = min(tuning.macrobatch, -(-rows // tuning.minibatch) * tuning.minibatch)
@@ -422,9 +422,9 @@ def backward(
     ]
 
     def retire(done: tuple[int, Expert, ExpertGradient | None] | None) -> None:
-        if done is None or done[2] is None:
+        e, _, gradient = done or (0, None, None)
+        if gradient is None:
             return
-        e, _, gradient = done
         for total, out, main in zip((gradient.gate, gradient.up, gradient.down), gradients, main_grads, strict=True):
             if main is not None:
                 main[e] += total

@@ -271,9 +271,7 @@ class Call:
         for rank, request in enumerate(self.requests):
             arena, wanted = self.fabric._peers[rank].bytes, regions(request)
             offsets, _ = region_offsets(wanted)
-            self._regions.append(
-                {r.name: arena[offsets[r.name] : offsets[r.name] + r.nbytes].view(r.dtype).view(r.shape) for r in wanted}
-            )
+            self._regions.append({r.name: arena[offsets[r.name] : offsets[r.name] + r.nbytes].view(r.dtype).view(r.shape) for r in wanted})
 
     def region(self, name: str, rank: int | None = None) -> Tensor:
         return self._regions[self.rank if rank is None else rank][name]
@@ -455,7 +453,9 @@ class ProcessFabric(HostFabric):
         dist.all_gather_object(everyone, mine, group=group)
         hosts = {(host, boot) for host, boot, _, _ in everyone}
         if len(hosts) > 1:
-            raise ValueError(f"group={group!r}: on the CPU all ranks of an expert-parallel group must be on one machine, found {len(hosts)}")
+            raise ValueError(
+                f"group={group!r}: on the CPU all ranks of an expert-parallel group must be on one machine, found {len(hosts)}"
+            )
         self._pids = [pid for _, _, pid, _ in everyone]
         controls = [memoryview(control.map) if r == self.rank else memoryview(_map(path)) for r, (_, _, _, path) in enumerate(everyone)]
         self._adopt_controls(controls)
@@ -535,5 +535,3 @@ class SymmetricFabric(Fabric):
 
     def close(self) -> None:
         self._bytes, self._handle = None, None
-
-

@@ -10,7 +10,6 @@ Legend: T tokens of a rank, H hidden, I intermediate, E experts in all, K choice
 
 from __future__ import annotations
 
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -58,9 +57,16 @@ def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in autocast's dtype where it is on."""
+    if not torch.is_autocast_enabled("cpu"):
+        return tensors
+    return tuple(t.to(torch.get_autocast_dtype("cpu")) for t in tensors)
+
+
 def _main_grad(parameter: Tensor) -> Tensor | None:
     main = getattr(parameter, "main_grad", None)
-    return None if main is None else _local(main)
+    return None if main is None or not parameter.requires_grad else _local(main)
 
 
 def _routed(
@@ -80,9 +86,7 @@ def _routed(
     """out [T, H] and the counts int64 [E] of the group's routes."""
     main_grads: MainGrads = (_main_grad(gate_EIH), _main_grad(up_EIH), _main_grad(down_EHI))
     gate, up, down = _local(gate_EIH), _local(up_EIH), _local(down_EHI)
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
-        x, gate, up, down = (t.to(dtype) for t in (x, gate, up, down))
+    x, gate, up, down = _autocast(x, gate, up, down)
     if weights.dtype.is_floating_point:  # anything else is refused with all ranks
         weights = weights.to(wide_dtype(x.dtype))
     if torch.compiler.is_compiling():
@@ -168,11 +172,8 @@ class SharedExperts(nn.Module):
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """[T, H] in fp32 (fp64 for fp64): the term that combine adds first."""
-        weights = [self.gate_SH, self.up_SH, self.down_HS]
-        if torch.is_autocast_enabled("cpu"):
-            dtype = torch.get_autocast_dtype("cpu")
-            x_TH, weights = x_TH.to(dtype), [w.to(dtype) for w in weights]
-        out = row_swiglu(x_TH, *weights, self.clamp)
+        x_TH, gate, up, down = _autocast(x_TH, self.gate_SH, self.up_SH, self.down_HS)
+        out = row_swiglu(x_TH, gate, up, down, self.clamp)
         if self.output_gate_H is not None:
             out = out * _Sigmoid.apply(row_linear(x_TH, self.output_gate_H[None]))
         return out
@@ -216,7 +217,7 @@ class MoE(nn.Module):
         self.fabric = host_fabric(group)
         self.group_name = group.group_name if isinstance(group, dist.ProcessGroup) and self.fabric.size > 1 else ""
         experts = local_experts(config.num_experts, self.fabric.size, self.fabric.rank)
-        mesh = DeviceMesh.from_group(group, "cpu") if self.group_name else None
+        mesh = DeviceMesh.from_group(group, "cpu") if isinstance(group, dist.ProcessGroup) and self.group_name else None
 
         def shard(rows: int, columns: int) -> nn.Parameter:
             local = torch.empty(len(experts), rows, columns, dtype=dtype, device=device)
@@ -312,5 +313,3 @@ class MoE(nn.Module):
     def extra_repr(self) -> str:
         c = self.config
         return f"H={c.hidden_size}, I={c.intermediate_size}, E={c.num_experts}, K={c.top_k}, score={c.score}, ranks={self.fabric.size}"
-
-

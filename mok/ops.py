@@ -153,9 +153,7 @@ def begin(
     )
 
 
-def run_forward(
-    call: Call, problem: Problem, inputs: Inputs, shared: Tensor | None, save: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def run_forward(call: Call, problem: Problem, inputs: Inputs, shared: Tensor | None, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """out [T, H], gate and up of the saved rows [C, I], and the counts [R, E] of every rank's routes."""
     with call, exact():
         return executor.forward(
@@ -188,7 +186,7 @@ def run_backward(
 
 
 def _problem(group_name: str, num_experts: int, clamp: float | None, minibatch: int, macrobatch: int, timeout_s: float) -> Problem:
-    group = dist.distributed_c10d._resolve_process_group(group_name) if group_name else None
+    group = dist.distributed_c10d._resolve_process_group(group_name) if group_name else None  # type: ignore[arg-type]
     tuning = Tuning(minibatch=minibatch, macrobatch=macrobatch, saved_rows=0, timeout_s=timeout_s)
     return Problem(host_fabric(group), tuning, num_experts, clamp)
 

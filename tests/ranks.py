@@ -34,7 +34,9 @@ class RankFailed(AssertionError):
         self.errors = errors
 
 
-def _child(rank: int, size: int, store: str, function: Callable[..., Any], args: tuple[Any, ...], pipe: Connection, watchdog_s: float) -> None:
+def _child(
+    rank: int, size: int, store: str, function: Callable[..., Any], args: tuple[Any, ...], pipe: Connection, watchdog_s: float
+) -> None:
     faulthandler.dump_traceback_later(watchdog_s, exit=True)
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -53,7 +55,9 @@ def _child(rank: int, size: int, store: str, function: Callable[..., Any], args:
     os._exit(0)  # no collective tear-down: a test that wants one does it itself
 
 
-def run_processes(function: Callable[..., Any], size: int, *args: Any, watchdog_s: float = WATCHDOG_S, allow_exit: bool = False) -> list[Any]:
+def run_processes(
+    function: Callable[..., Any], size: int, *args: Any, watchdog_s: float = WATCHDOG_S, allow_exit: bool = False
+) -> list[Any]:
     """function(group, *args) in `size` processes; results in rank order. A module-level function, as it is pickled.
 
     allow_exit: a process may end without a result; its place then holds ("exit", code).

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 from layers import TOLERANCE, Batch, assert_close, expected, step
@@ -104,7 +103,14 @@ def test_gradcheck(saved_rows):
 
 def test_gradcheck_of_the_whole_layer():
     config = MoEConfig(
-        hidden_size=4, intermediate_size=3, num_experts=4, top_k=2, score="sigmoid", num_shared_experts=1, shared_gate=True, shared_clamp=0.9
+        hidden_size=4,
+        intermediate_size=3,
+        num_experts=4,
+        top_k=2,
+        score="sigmoid",
+        num_shared_experts=1,
+        shared_gate=True,
+        shared_clamp=0.9,
     )
     layer = mok.MoE(config, dtype=torch.float64)
     spread_router(layer)

@@ -59,7 +59,9 @@ def test_against_loops(size, num_experts, dtype):
     assert len(set(seen)) == len(seen) == int(counts.sum())  # every route is computed once
 
 
-@pytest.mark.parametrize("num_experts, size, expected", [(8, 4, [2, 2, 2, 2]), (20, 6, [4, 4, 4, 4, 4, 0]), (20, 8, [3] * 6 + [2, 0]), (3, 4, [1, 1, 1, 0])])
+@pytest.mark.parametrize(
+    "num_experts, size, expected", [(8, 4, [2, 2, 2, 2]), (20, 6, [4, 4, 4, 4, 4, 0]), (20, 8, [3] * 6 + [2, 0]), (3, 4, [1, 1, 1, 0])]
+)
 def test_experts_are_placed_as_torch_shards_them(num_experts, size, expected):
     ranges = [local_experts(num_experts, size, rank) for rank in range(size)]
     assert [len(r) for r in ranges] == expected
