@@ -111,8 +111,8 @@ def balance_loss(scores_TE: Tensor, ids_TK: Tensor, config: MoEConfig, tokens_pe
     counts_SE = slots_SF.new_zeros(sequences, experts + 1).scatter_add_(1, slots_SF, torch.ones_like(slots_SF))[:, :experts]
     f_SE = (counts_SE * experts).to(scores_TE.dtype) / (top_k * tokens)
     p_TE = scores_TE / (_sum_by_halving(scores_TE, 1).unsqueeze(1) + SUM_EPS)
-    P_SE = _sum_by_halving(p_TE.reshape(sequences, tokens, experts), 1) / tokens
-    return _sum_by_halving(_sum_by_halving(f_SE * P_SE, 1), 0) / sequences
+    P_SE = p_TE.reshape(sequences, tokens, experts).mean(1)  # its order of summation does not reach the gradient, which is f / (N S)
+    return (f_SE * P_SE).sum(1).mean()
 
 
 class Router(nn.Module):
