@@ -115,6 +115,7 @@ class HostFabric(Fabric):
         self.rank, self.size = rank, size
         self.before: Callable[[str, int], None] | None = None
         self.closed = False
+        self.alone = False  # made by host_fabric(None), for one thread
         self._number = 0
         self._controls: list[memoryview] = []
         self._words: list[memoryview] = []
@@ -490,12 +491,17 @@ _alone = threading.local()
 
 
 def host_fabric(group: dist.ProcessGroup | HostFabric | None) -> HostFabric:
-    """The CPU fabric of a group, made at its first use (then collectively) and shared by all layers; None means a group of one."""
-    if isinstance(group, HostFabric):
+    """The CPU fabric of a group, made at its first use (then collectively) and shared by all layers; None means a group of one.
+
+    A group of one has a fabric per thread, so that threads may use layers at the same time. The ranks of a larger group must come to its
+    calls in one order, hence from one thread at a time.
+    """
+    if isinstance(group, HostFabric) and not group.alone:
         return group
-    if group is None or dist.get_world_size(group) == 1:
-        if not hasattr(_alone, "fabric"):
+    if group is None or isinstance(group, HostFabric) or dist.get_world_size(group) == 1:
+        if not hasattr(_alone, "fabric") or _alone.fabric.closed:
             _alone.fabric = virtual_ranks(1)[0]
+            _alone.fabric.alone = True
         return _alone.fabric
     if group not in _fabrics or _fabrics[group].closed:
         _fabrics[group] = ProcessFabric(group)

@@ -98,7 +98,7 @@ def _routed(
     asked = (x.requires_grad, weights.requires_grad, any(w.requires_grad for w in (gate, up, down)))
     call = ops.begin("forward", problem, Inputs(x, ids, weights, gate, up, down), asked, shared=shared, main_grads=main_grads)
     # A rank from which nothing is asked must still come to backward when another rank needs its experts.
-    anchor = torch.empty(0, requires_grad=any(any(request["asked"]) for request in call.requests))
+    anchor = torch.empty(0, requires_grad=torch.is_grad_enabled() and any(any(request["asked"]) for request in call.requests))
     return _RoutedExperts.apply(anchor, x, ids, weights, gate, up, down, shared, call, problem, main_grads)
 
 
@@ -308,7 +308,7 @@ class MoE(nn.Module):
 
     def _refuse(self, error: Exception) -> None:
         """Raise the error on every rank of the group."""
-        self.fabric.begin("forward", {}, lambda request: [], error=error, timeout_s=self.tuning.timeout_s)
+        host_fabric(self.fabric).begin("forward", {}, lambda request: [], error=error, timeout_s=self.tuning.timeout_s)
 
     def extra_repr(self) -> str:
         c = self.config

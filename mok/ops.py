@@ -143,7 +143,7 @@ def begin(
             "grad_enabled": torch.is_grad_enabled(),
             "asked": [bool(a) for a in asked],
         }
-    return problem.fabric.begin(
+    return host_fabric(problem.fabric).begin(  # of this thread, where the group is a single rank
         operation,
         request,
         _forward_regions if operation == "forward" else _backward_regions,
