@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from mok import train as job
+
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 RUNS = Path("runs")
 
@@ -63,13 +65,11 @@ def train(
     )  # fmt: skip
     given = {option: value for option, value in values.items() if _is_given(context, option)}
 
-    from mok import train as job  # imports torch, which --help need not wait for
-
     try:
         world = job.launched()
         if world and ranks not in (None, world[1]):
             raise job.TrainError(f"--ranks={ranks}: the launcher started {world[1]}")
-        if ranks or world:
+        if ranks is not None or world:
             given["ranks"] = world[1] if world else ranks
         if resume is not None:
             if name is not None:

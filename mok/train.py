@@ -49,7 +49,7 @@ from mok.schedule import experts_per_rank, local_experts
 
 CHECKPOINT_FORMAT = "mok-train-1"
 INTERRUPTED = 130
-BIAS_RATE = 1e-3
+BIAS_RATE = 1e-2
 BALANCE_WEIGHT = 1e-4
 CLIP_NORM = 1.0
 BETAS = (0.9, 0.95)
@@ -389,7 +389,7 @@ class Ranks:
         padded = mine.new_zeros(step, *mine.shape[1:])
         padded[: len(mine)] = mine
         whole = mine.new_empty(step * self.size, *mine.shape[1:])
-        dist.all_gather_into_tensor(whole, padded, group=self.group)
+        dist.all_gather(list(whole.chunk(self.size)), padded, group=self.group)
         return whole[:rows]
 
 
@@ -823,7 +823,7 @@ def _spawn(options: Options, run: Path, text: Text, checkpoint: Path | None) -> 
     with tempfile.TemporaryDirectory(prefix="mok-") as folder:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # inherited
-        arguments = (options, run, text, checkpoint, f"file://{folder}/rendezvous", stop, outcome, os.getpid())
+        arguments = (options, run, text.digest, checkpoint, f"file://{folder}/rendezvous", stop, outcome, os.getpid())
         ranks = start_processes(_rank, arguments, nprocs=options.ranks, join=False, start_method="spawn")
         assert ranks is not None
         _Stop(stop.set, lambda: _kill(ranks.processes))
@@ -843,13 +843,16 @@ def _kill(processes: list[Any]) -> None:
 
 
 def _rank(
-    rank: int, options: Options, run: Path, text: Text, checkpoint: Path | None, rendezvous: str, stop: Any, outcome: Any, parent: int
+    rank: int, options: Options, run: Path, text_digest: str, checkpoint: Path | None, rendezvous: str, stop: Any, outcome: Any, parent: int
 ) -> None:
     def look() -> bool:
         if os.getppid() != parent:
             os._exit(1)
         return stop.is_set()
 
+    text = read_text(options.text, options.sequence)  # again: as an argument it would hold up the start of the next rank
+    if text.digest != text_digest:
+        raise TrainError(f"the text changed while the ranks started ({text.source})")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=options.ranks)
     code = _run(options, run, text, checkpoint, Ranks(dist.group.WORLD), look)

@@ -1,0 +1,46 @@
+# make train, make test: what they need is installed into .venv first; a second call starts at once.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Named after the content of pyproject.toml, so that a changed one is installed anew and a touched one is not.
+STAMP := $(VENV)/.installed-$(shell cksum pyproject.toml | cut -d' ' -f1)
+TORCH := torch==2.13.0
+TRITON := triton==3.6.0
+
+.DEFAULT_GOAL := help
+.PHONY: help train test check setup clean
+
+help:
+	@echo "make train   train a small language model on the Python standard library's sources (ARGS='--steps 20' adds options)"
+	@echo "make test    ruff, mypy, pytest"
+	@echo "make check   ruff and mypy only"
+	@echo "make setup   only install into $(VENV); PYTHON=python3.12 chooses another Python"
+	@echo "make clean   remove $(VENV) and caches; runs/ stays"
+
+train: $(STAMP)
+	$(BIN)/python -m mok train $(ARGS)
+
+test: check
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+setup: $(STAMP)
+
+# Torch first: its own pin of Triton, where it has one, wins; wheels without one get ours.
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1). Choose another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(BIN)/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet '$(TORCH)' 'numpy<2.4'
+	@case "$$(uname -sm)" in "Linux x86_64") \
+		$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet '$(TRITON)';; esac
+	$(BIN)/python -m pip install --quiet -e '.[test]' '$(TORCH)' 'numpy<2.4'
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -1,0 +1,133 @@
+"""The command `mok`: what it refuses, and how."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from mok import cli, train
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    """An empty working folder, no launcher, and nothing that could start."""
+    monkeypatch.chdir(tmp_path)
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    started = []
+    monkeypatch.setattr(train, "train", lambda options, run, resume: started.append((options, run, resume)) or 0)
+    return started
+
+
+def call(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli.app, ["train", *arguments])
+    return result.exit_code, result.output
+
+
+BAD = {
+    "--steps=0": "--steps=0: must be at least 1",
+    "--batch=0": "--batch=0: must be at least 1",
+    "--batch=6": "--batch=6: must be a multiple of --slices=4",
+    "--sequence=1": "--sequence=1: must be at least 2",
+    "--layers=1": "--layers=1: must be at least 2",
+    "--hidden=100": "--hidden=100: must be a multiple of 32",
+    "--hidden=0": "--hidden=0: must be at least 32",
+    "--experts=0": "--experts=0: must be at least 1",
+    "--experts=2": "--top-k=4: must be at most --experts=2",
+    "--top-k=17": "--top-k=17: must be at most --experts=16",
+    "--top-k=0": "--top-k=0: must be at least 1",
+    "--lr=0": "--lr=0.0: must be finite and above 0",
+    "--lr=nan": "--lr=nan: must be finite and above 0",
+    "--seed=-1": "--seed=-1: must be from 0",
+    "--slices=0": "--slices=0: must be at least 1",
+    "--ranks=0": "--ranks=0: must be at least 1",
+    "--ranks=3": "--ranks=3: must divide --slices=4",
+    "--threads=0": "--threads=0: must be at least 1",
+    "--minibatch=100": "--minibatch=100: must be a multiple of 128",
+    "--macrobatch=5000": "--macrobatch=5000: must be a multiple of minibatch=4096",
+    "--saved-rows=-1": "--saved-rows=-1: must be at least 0",
+    "--checkpoint-every=0": "--checkpoint-every=0: must be at least 1",
+    "--eval-every=0": "--eval-every=0: must be at least 1",
+    "--device=cuda": "--device=cuda: training on a GPU comes with the GPU kernels",
+    "--device=tpu": "--device=tpu: must be cpu",
+    "--dtype=bfloat16": "--dtype=bfloat16: must be float32",
+    "--text=missing": "no such file or folder",
+    "--name=a/b": "--name=a/b: must be a plain name",
+    "--name=..": "--name=..: must be a plain name",
+    "--resume=nothing": "--resume=nothing: neither a run",
+}
+
+
+@pytest.mark.parametrize("argument", BAD)
+def test_a_bad_option_is_named_before_anything_starts(argument, _folder, tmp_path):
+    code, output = call(argument)
+    assert code == 1, output
+    assert BAD[argument] in output
+    assert "Traceback" not in output
+    assert not _folder
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("argument", ["--steps=many", "--lr=fast", "--no-such-option"])
+def test_what_is_not_a_number_or_an_option_is_named(argument, _folder):
+    code, output = call(argument)
+    assert code == 2
+    assert argument.split("=")[0] in output
+    assert not _folder
+
+
+def test_more_ranks_than_experts():
+    assert "--ranks=4: must be at most --experts=2" in call("--ranks=4", "--experts=2", "--top-k=1")[1]
+
+
+def test_defaults_and_given_options(_folder):
+    assert call("--steps=5", "--name=x", "--saved-rows=0", "--ranks=4")[0] == 0
+    (options, run, resume) = _folder.pop()
+    assert (options.steps, options.saved_rows, options.ranks, str(run), resume) == (5, 0, 4, "runs/x", False)
+    assert call()[0] == 0
+    assert _folder.pop()[0] == train.Options(ranks=train.default_ranks(4, 16)), "the command and Options have the same defaults"
+
+
+def test_resume_takes_a_name_or_a_folder_and_the_runs_options(_folder, tmp_path):
+    for folder in (tmp_path / "runs" / "x", tmp_path / "elsewhere"):
+        folder.mkdir(parents=True)
+        options = {**vars(train.Options(steps=7, ranks=2))}
+        (folder / "config.json").write_text(json.dumps({"options": options}))
+    for given in ("x", str(tmp_path / "elsewhere")):
+        assert call("--resume", given, "--minibatch=128", "--macrobatch=256")[0] == 0
+        options, _, resume = _folder.pop()
+        assert (options.steps, options.ranks, options.minibatch, resume) == (7, 2, 128, True)
+    assert "--steps=9: the run was started with 7" in call("--resume=x", "--steps=9")[1]
+    assert "--name=y: a run that is resumed keeps its name" in call("--resume=x", "--name=y")[1]
+    (tmp_path / "elsewhere" / "config.json").write_text("{")
+    assert "is not a config of mok train" in call("--resume", str(tmp_path / "elsewhere"))[1]
+
+
+def test_a_launchers_ranks(_folder, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert call()[0] == 0
+    assert _folder.pop()[0].ranks == 4
+    assert "--ranks=2: the launcher started 4" in call("--ranks=2")[1]
+
+
+def test_a_name_is_used_once(_folder, monkeypatch, tmp_path):
+    (tmp_path / "runs" / "x").mkdir(parents=True)
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    code, output = call("--name=x")
+    assert code == 1
+    assert "--name=x: runs/x exists; choose another name, or go on with it: --resume x" in output
+
+
+def test_help():
+    line = [sys.executable, "-m", "mok", "train", "--help"]
+    result = subprocess.run(line, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "200"})
+    assert result.returncode == 0, result.stderr
+    for option in ("--steps", "--ranks", "--saved-rows", "--resume", "--text"):
+        assert option in result.stdout
