@@ -142,7 +142,10 @@ def run_steps(group, plan: Plan) -> list[dict[str, Tensor | None]]:  # type: ign
     return results
 
 
-def assert_steps(parts: list[list[dict[str, Tensor | None]]], plan: Plan, check: Callable[[dict[str, Tensor], Batch], None] | None = None) -> None:
+Check = Callable[[dict[str, Tensor], Batch], None]
+
+
+def assert_steps(parts: list[list[dict[str, Tensor | None]]], plan: Plan, check: Check | None = None) -> None:
     """Every step of every rank against the dense loop, bit for bit; a gradient that a rank did not ask for is None."""
     for i, batch in enumerate(plan.batches):
         want = dense(batch)
