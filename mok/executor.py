@@ -117,87 +117,92 @@ def _full_tile(x_NH: Tensor, start: int, dtype: torch.dtype) -> Tensor:
 # ---- dense rows: router and shared experts ----
 
 
-class _RowLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_NH: Tensor, weight_OH: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(x_NH, weight_OH)
-        wide = wide_dtype(x_NH.dtype)
-        out = x_NH.new_empty(x_NH.shape[0], weight_OH.shape[0], dtype=wide)
-        with exact():
-            weight = weight_OH.to(wide).contiguous()
-            for start in _tiles(x_NH.shape[0]):
-                rows = out[start : start + TILE_M]
-                rows.copy_((_full_tile(x_NH, start, wide) @ weight.T)[: rows.shape[0]])
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[no-untyped-def]
-        x_NH, weight_OH = ctx.saved_tensors
-        wide = wide_dtype(x_NH.dtype)
-        d_x = torch.empty_like(x_NH, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
-        d_weight = torch.zeros_like(weight_OH, dtype=wide) if ctx.needs_input_grad[1] else None
-        with exact():
-            weight = weight_OH.to(wide).contiguous()
-            for start in _tiles(x_NH.shape[0]):
-                d_tile = _full_tile(d_out, start, wide)
-                if d_x is not None:
-                    rows = d_x[start : start + TILE_M]
-                    rows.copy_((d_tile @ weight)[: rows.shape[0]])
-                if d_weight is not None:
-                    d_weight.addmm_(d_tile.T, _full_tile(x_NH, start, wide))
-        return d_x, None if d_weight is None else d_weight.to(weight_OH.dtype)
-
-
+@torch.library.custom_op("mok::row_linear", mutates_args=())
 def row_linear(x_NH: Tensor, weight_OH: Tensor) -> Tensor:
     """x W^T in fp32 (fp64 for fp64): wide [N, O]. A row's bits depend on nothing but the row and W."""
-    return _RowLinear.apply(x_NH, weight_OH)
+    wide = wide_dtype(x_NH.dtype)
+    out = x_NH.new_empty(x_NH.shape[0], weight_OH.shape[0], dtype=wide)
+    with exact():
+        weight = weight_OH.to(wide).contiguous()
+        for start in _tiles(x_NH.shape[0]):
+            rows = out[start : start + TILE_M]
+            rows.copy_((_full_tile(x_NH, start, wide) @ weight.T)[: rows.shape[0]])
+    return out
 
 
-class _RowSwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_NH, gate_IH, up_IH, down_HI, clamp):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(x_NH, gate_IH, up_IH, down_HI)
-        ctx.clamp = clamp
-        dtype, wide = x_NH.dtype, wide_dtype(x_NH.dtype)
-        out = torch.empty_like(x_NH, dtype=wide, memory_format=torch.contiguous_format)
-        with exact():
-            expert = Expert.of(gate_IH, up_IH, down_HI)
-            for start in _tiles(x_NH.shape[0]):
-                gate, up = expert.gate_up(_full_tile(x_NH, start, wide), dtype)
-                hidden = swiglu(gate.to(wide), up.to(wide), clamp).to(dtype).to(wide)
-                rows = out[start : start + TILE_M]
-                rows.copy_((hidden @ expert.down.T).to(dtype)[: rows.shape[0]])
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d_out):  # type: ignore[no-untyped-def]
-        x_NH, gate_IH, up_IH, down_HI = ctx.saved_tensors
-        dtype, wide = x_NH.dtype, wide_dtype(x_NH.dtype)
-        d_x = torch.empty_like(x_NH, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
-        with exact():
-            expert = Expert.of(gate_IH, up_IH, down_HI)
-            gradient = ExpertGradient.zeros(expert)
-            for start in _tiles(x_NH.shape[0]):
-                x = _full_tile(x_NH, start, wide)
-                d_y = _full_tile(d_out.to(dtype), start, wide)
-                gate, up = (t.to(wide) for t in expert.gate_up(x, dtype))
-                hidden = swiglu(gate, up, ctx.clamp).to(dtype).to(wide)
-                d_gate, d_up = (t.to(dtype).to(wide) for t in swiglu_backward(gate, up, d_y @ expert.down, ctx.clamp))
-                gradient.add_tile(x, d_y, d_gate, d_up, hidden)
-                if d_x is not None:
-                    rows = d_x[start : start + TILE_M]
-                    rows.copy_((d_gate @ expert.gate + d_up @ expert.up)[: rows.shape[0]])
-        return d_x, gradient.gate.to(dtype), gradient.up.to(dtype), gradient.down.to(dtype), None
+@torch.library.custom_op("mok::row_linear_backward", mutates_args=())
+def _row_linear_backward(d_out: Tensor, x_NH: Tensor, weight_OH: Tensor) -> tuple[Tensor, Tensor]:
+    wide = wide_dtype(x_NH.dtype)
+    d_x = torch.empty_like(x_NH, memory_format=torch.contiguous_format)
+    with exact():
+        weight = weight_OH.to(wide).contiguous()
+        d_weight = torch.zeros_like(weight)
+        for start in _tiles(x_NH.shape[0]):
+            d_tile = _full_tile(d_out, start, wide)
+            rows = d_x[start : start + TILE_M]
+            rows.copy_((d_tile @ weight)[: rows.shape[0]])
+            d_weight.addmm_(d_tile.T, _full_tile(x_NH, start, wide))
+        return d_x, d_weight.to(weight_OH.dtype)
 
 
+@torch.library.custom_op("mok::row_swiglu", mutates_args=())
 def row_swiglu(x_NH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, clamp: float | None = None) -> Tensor:
     """The SwiGLU feed-forward of `reference.swiglu` on every row: wide [N, H] with the values of a rounded result, rows independent.
 
     Gate and up are not kept for backward but computed again.
     """
-    return _RowSwiGLU.apply(x_NH, gate_IH, up_IH, down_HI, clamp)
+    dtype, wide = x_NH.dtype, wide_dtype(x_NH.dtype)
+    out = torch.empty_like(x_NH, dtype=wide, memory_format=torch.contiguous_format)
+    with exact():
+        expert = Expert.of(gate_IH, up_IH, down_HI)
+        for start in _tiles(x_NH.shape[0]):
+            gate, up = expert.gate_up(_full_tile(x_NH, start, wide), dtype)
+            hidden = swiglu(gate.to(wide), up.to(wide), clamp).to(dtype).to(wide)
+            rows = out[start : start + TILE_M]
+            rows.copy_((hidden @ expert.down.T).to(dtype)[: rows.shape[0]])
+    return out
+
+
+@torch.library.custom_op("mok::row_swiglu_backward", mutates_args=())
+def _row_swiglu_backward(
+    d_out: Tensor, x_NH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, clamp: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dtype, wide = x_NH.dtype, wide_dtype(x_NH.dtype)
+    d_x = torch.empty_like(x_NH, memory_format=torch.contiguous_format)
+    with exact():
+        expert = Expert.of(gate_IH, up_IH, down_HI)
+        gradient = ExpertGradient.zeros(expert)
+        for start in _tiles(x_NH.shape[0]):
+            x = _full_tile(x_NH, start, wide)
+            d_y = _full_tile(d_out.to(dtype), start, wide)
+            gate, up = (t.to(wide) for t in expert.gate_up(x, dtype))
+            hidden = swiglu(gate, up, clamp).to(dtype).to(wide)
+            d_gate, d_up = (t.to(dtype).to(wide) for t in swiglu_backward(gate, up, d_y @ expert.down, clamp))
+            gradient.add_tile(x, d_y, d_gate, d_up, hidden)
+            rows = d_x[start : start + TILE_M]
+            rows.copy_((d_gate @ expert.gate + d_up @ expert.up)[: rows.shape[0]])
+        return d_x, gradient.gate.to(dtype), gradient.up.to(dtype), gradient.down.to(dtype)
+
+
+def _contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors)
+
+
+row_linear.register_fake(lambda x, weight: x.new_empty(x.shape[0], weight.shape[0], dtype=wide_dtype(x.dtype)))
+_row_linear_backward.register_fake(lambda d_out, x, weight: _contiguous(x, weight))
+row_swiglu.register_fake(lambda x, gate, up, down, clamp=None: x.new_empty(x.shape, dtype=wide_dtype(x.dtype)))
+_row_swiglu_backward.register_fake(lambda d_out, x, gate, up, down, clamp: _contiguous(x, gate, up, down))
+
+
+def _save_inputs(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*(t for t in inputs if isinstance(t, Tensor)))
+    ctx.clamp = inputs[-1]
+
+
+row_linear.register_autograd(lambda ctx, d_out: _row_linear_backward(d_out, *ctx.saved_tensors), setup_context=_save_inputs)
+row_swiglu.register_autograd(
+    lambda ctx, d_out: (*_row_swiglu_backward(d_out, *ctx.saved_tensors, ctx.clamp), None), setup_context=_save_inputs
+)
 
 
 # ---- the regions that peers see ----
@@ -266,7 +271,7 @@ def _minibatches(rows: int, tuning: Tuning) -> list[slice]:
 
 
 class Ring:
-    """M rows of a destination: row r lives in slot r mod M. Dispatch runs ahead until the ring is full; a done minibatch frees its slots."""
+    """M rows of a destination: row r lives in slot r mod M. Dispatch runs ahead until it is full; a done minibatch frees its slots."""
 
     def __init__(self, rows: int, tuning: Tuning, widths: dict[str, int], dtypes: dict[str, torch.dtype]) -> None:
         self.size = min(tuning.macrobatch, -(-rows // tuning.minibatch) * tuning.minibatch)

@@ -92,6 +92,8 @@ def _routed(
     if torch.compiler.is_compiling():
         if isinstance(fabric, HostFabric) and fabric.size > 1 and not group_name:
             raise ValueError("group: virtual ranks cannot be compiled; give a torch.distributed group")
+        if any(main is not None for main in main_grads):
+            raise ValueError("main_grad: cannot be accumulated into under torch.compile; leave the attribute away")
         settings = (group_name, num_experts, clamp, tuning.minibatch, tuning.macrobatch, tuning.timeout_s)
         return ops.cpu_forward(x, ids, weights, gate, up, down, shared, *settings)
     problem = Problem(fabric, tuning, num_experts, clamp)
