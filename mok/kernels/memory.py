@@ -24,7 +24,7 @@ HOST_WORDS = 6
 REPORT_FIELDS = ("rank", "task", "what", "expected", "found")
 
 # What a wait was waiting for; an index into these names is what a report carries.
-STATES = ("barrier", "x_ready", "h_ready", "h_free", "x_free", "expert id")
+STATES = ("barrier", "x_ready", "h_ready", "h_free", "x_free", "expert id", "gate_ready", "d_gate_ready", "expert_ready", "group_done")
 
 
 def regions(max_tokens: int, hidden: int, num_experts: int, top_k: int, ranks: int) -> list[Region]:
@@ -37,6 +37,17 @@ def regions(max_tokens: int, hidden: int, num_experts: int, top_k: int, ranks: i
         Region("order", (slots,), torch.int32),
         Region("x", (max_tokens, hidden), torch.bfloat16),
         Region("combine", (slots, hidden), torch.bfloat16),
+    ]
+
+
+def backward_regions(max_tokens: int, hidden: int, num_experts: int, top_k: int, ranks: int) -> list[Region]:
+    """What forward and backward need: `combine` also receives d_x; `weights` and `d_weights` are the router's, one per slot."""
+    slots = max_tokens * top_k
+    return [
+        *regions(max_tokens, hidden, num_experts, top_k, ranks),
+        Region("d_y", (max_tokens, hidden), torch.bfloat16),
+        Region("weights", (slots,), torch.float32),
+        Region("d_weights", (slots,), torch.float32),
     ]
 
 
