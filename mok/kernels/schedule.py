@@ -85,7 +85,7 @@ def rows_kernel(
     counts_ptrs, starts_ptrs, order_ptrs, peer_rank_ptr, peer_token_idx_ptr, num_tokens_ptr, tokens_per_expert_ptr, routes_per_expert_ptr,
     tile_expert_ptr, first, num_local, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """The rows of the rank that owns experts FIRST .. first + L, a tile per program and turn. Rows are ordered by (expert, source, token, k)."""
+    """The rows of the rank that owns experts first .. first + L, a tile per program and turn. Rows are ordered by (expert, source, token, k)."""
     experts = tl.arange(0, BLOCK_L)
     ranks = tl.arange(0, BLOCK_R)
     owned = (ranks < R)[:, None] & (experts < num_local)[None, :]

@@ -1,0 +1,174 @@
+"""Whole layers on one GPU: schedule, publish, kernel and combine, against torch and against cuBLAS on the same products, in one process.
+
+    python benchmarks/layer.py --forward [--shapes fine,qwen3-30b] [--out benchmarks/results/h200-layer.json]
+
+Every shape is checked against the fp32 definition before it is timed. Times are medians over CUDA events, the contestants taking turns so that
+the card's temperature is shared; the inputs rotate.
+
+Legend: T tokens, H hidden, I intermediate, E experts, K choices per token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import statistics
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+from baselines import TorchLayer, dense_products
+from torch import Tensor
+
+from mok.kernels import launch, memory
+from mok.kernels.launch import ForwardPlan, Workspace
+
+SHAPES = {  # T, H, I, E, K
+    "kimi-k2-slice": (2048, 7168, 2048, 12, 8),
+    "v4-flash-slice": (4096, 4096, 2048, 32, 6),
+    "qwen3-30b": (8192, 2048, 768, 128, 8),
+    "mixtral-8x7b": (8192, 4096, 14336, 8, 2),
+    "fine": (8192, 4096, 1024, 64, 8),
+    "kimi-k2-ep8": (8192, 7168, 2048, 48, 8),
+    "glm-5-slice": (8192, 6144, 2048, 4, 2),
+    "v4-pro-slice": (3072, 7168, 3072, 6, 4),
+}
+INPUT_SETS = 3
+
+
+class Layer:
+    """Weights, rotating inputs, and a workspace for one shape."""
+
+    def __init__(self, tokens: int, hidden: int, width: int, experts: int, top_k: int, shared_width: int = 0) -> None:
+        device = torch.device("cuda")
+        normal = lambda *shape: torch.randn(*shape, device=device).mul_(shape[-1] ** -0.5).bfloat16()  # noqa: E731
+        self.experts, self.top_k, self.turn = experts, top_k, 0
+        self.gate, self.up, self.down = normal(experts, width, hidden), normal(experts, width, hidden), normal(experts, hidden, width)
+        self.shared = (normal(shared_width, hidden), normal(shared_width, hidden), normal(hidden, shared_width)) if shared_width else None
+        self.inputs = []
+        for _ in range(INPUT_SETS):
+            scores, ids = torch.randn(tokens, experts, device=device).topk(top_k)
+            self.inputs.append((torch.randn(tokens, hidden, device=device).bfloat16(), ids, scores.softmax(-1)))
+        view = memory.virtual_memory(memory.regions(tokens, hidden, experts, top_k, 1), 1, device)[0]
+        self.workspace = Workspace(view, tokens, hidden, top_k, device)
+
+    def next_inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        self.turn += 1
+        return self.inputs[self.turn % INPUT_SETS]
+
+    def __call__(self, plan: ForwardPlan | None = None, inputs: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
+        x, ids, weights = inputs or self.next_inputs()
+        rows = launch.schedule(self.workspace, ids, self.experts)
+        return launch.forward(
+            self.workspace, rows, ids, weights, x, self.gate, self.up, self.down, self.experts, shared=self.shared, plan=plan
+        )[0]  # fmt: skip
+
+    def check(self, plan: ForwardPlan | None = None, tokens: int = 48) -> float:
+        """The largest relative error of a row, over some rows, against fp32; the same call twice must give the same bits."""
+        x, ids, weights = self.inputs[0]
+        self.workspace.memory.own["combine"].fill_(float("nan"))
+        out = self(plan, self.inputs[0])
+        again = self(plan, self.inputs[0])
+        torch.cuda.synchronize()
+        self.workspace.check()
+        if not torch.equal(out, again):
+            raise AssertionError("two runs differ")
+        error = 0.0
+        for t in torch.randint(0, x.shape[0], (tokens,)).tolist():
+            want = torch.zeros(x.shape[1], device=x.device)
+            experts = [(self.gate[e], self.up[e], self.down[e], w) for e, w in zip(ids[t].tolist(), weights[t].tolist(), strict=True)]
+            if self.shared:
+                experts.append((*self.shared, 1.0))
+            for gate, up, down, w in experts:
+                row = x[t].float()
+                want += w * (down.float() @ (torch.nn.functional.silu(gate.float() @ row) * (up.float() @ row)))
+            error = max(error, float((out[t].float() - want).norm() / want.norm()))
+        if not error < 1e-2:
+            raise AssertionError(f"relative error {error:.1e}")
+        return error
+
+
+def medians(contestants: dict[str, Callable[[], object]], repeats: int = 60, warmup: int = 8, round_of: int = 10) -> dict[str, float]:
+    """Milliseconds of each, taken in turns of `round_of`."""
+    for run in contestants.values():
+        for _ in range(warmup):
+            run()
+    torch.cuda.synchronize()
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(-(-repeats // round_of)):
+        for name, run in contestants.items():
+            run()
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(round_of + 1)]
+            events[0].record()
+            for event in events[1:]:
+                run()
+                event.record()
+            torch.cuda.synchronize()
+            times[name] += [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def sources_sha256(root: Path) -> str:
+    files = subprocess.run(["git", "ls-files", "mok"], cwd=root, capture_output=True, text=True).stdout.split()
+    names = sorted(f for f in files if f.endswith(".py")) or sorted(str(p.relative_to(root)) for p in (root / "mok").rglob("*.py"))
+    digest = hashlib.sha256()
+    for name in sorted(names, key=lambda n: n.encode()):
+        digest.update((root / name).read_bytes())
+    return digest.hexdigest()
+
+
+def commit(root: Path) -> str:
+    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True).stdout.strip()
+
+
+def measure_forward(name: str, repeats: int) -> dict[str, object]:
+    tokens, hidden, width, experts, top_k = SHAPES[name]
+    torch.manual_seed(0)
+    layer = Layer(*SHAPES[name])
+    error = layer.check()
+    baseline = TorchLayer(layer.gate, layer.up, layer.down)
+    dense = dense_products(tokens * top_k, hidden, width, torch.device("cuda"))
+    with torch.no_grad():
+        ms = medians({"mok": layer, baseline.name: lambda: baseline(*layer.next_inputs()), "cublas": dense}, repeats)
+    work = 6 * tokens * top_k * hidden * width * 1e-9
+    row = dict(
+        suite="layer", shape=name, T=tokens, H=hidden, I=width, E=experts, K=top_k, ep=1, precision="bf16", direction="fwd",
+        ms=round(ms["mok"], 4), tflops=round(work / ms["mok"], 1), cublas_tflops=round(work / ms["cublas"], 1),
+        baselines={baseline.name: dict(ms=round(ms[baseline.name], 4), tflops=round(work / ms[baseline.name], 1))},
+        ratio=round(ms[baseline.name] / ms["mok"], 3),
+    )  # fmt: skip
+    print(
+        f"{name:16} T{tokens} H{hidden} I{width} E{experts} K{top_k}: {ms['mok']:.3f} ms, {row['tflops']} TFLOP/s, {row['ratio']:.2f} x torch "
+        f"({row['baselines'][baseline.name]['tflops']}), cuBLAS {row['cublas_tflops']}, relative error {error:.1e}", flush=True,
+    )  # fmt: skip
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--forward", action="store_true")
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--repeats", type=int, default=60)
+    parser.add_argument("--commit", default="", help="the commit measured, where there is no git repository")
+    parser.add_argument("--out")
+    options = parser.parse_args()
+    root = Path(__file__).resolve().parent.parent
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
+    rows = []
+    for name in options.shapes.split(","):
+        rows.append(measure_forward(name, options.repeats))
+        torch.cuda.empty_cache()
+    if options.out:
+        result = dict(
+            machine=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__, commit=options.commit or commit(root),
+            sources_sha256=sources_sha256(root), date=datetime.date.today().isoformat(), rows=rows,
+        )  # fmt: skip
+        Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
