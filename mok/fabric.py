@@ -474,6 +474,10 @@ class ProcessFabric(HostFabric):
     def _alive(self, rank: int) -> bool:
         return not _ended(self._pids[rank])
 
+    def close(self) -> None:
+        super().close()
+        del self._own_files[1:]  # the control block stays: peers may still look at it
+
 
 def _map(path: str) -> mmap.mmap:
     with open(path, "r+b") as file:
