@@ -1,0 +1,387 @@
+"""The backward megakernel: dY and x in, every gradient out, in one launch.
+
+All work is one list of tasks in a fixed order (`mok.kernels.groups`), and every program takes the next ticket until none is left. A task waits
+only for tasks of earlier tickets, so the kernel ends however few programs are resident.
+
+Rows live in rings of RING tiles (dY, x, router weights, d_gate, d_up, w h, parts of d_w); tile t uses place t mod RING. Gate and up that were not
+saved are computed again into the places of d_gate and d_up. A ring holds two groups, so a tile's place is that of a tile at least two groups
+before, and is free when that group is done. Signals, one counter each:
+    x_ready[tile]: parts pulled;  gate_ready[tile]: slices of gate and up there;  d_gate_ready[tile]: slices of d_gate, d_up, w h there;
+    expert_ready[expert]: the same, over all tiles of the expert so far;  group_done[group]: compute tasks done.
+
+Legend: T tokens of this rank, H hidden, I intermediate, S width of the shared experts, L experts of this rank, K choices per token, R ranks.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mok.kernels import memory
+from mok.kernels.dispatch import pull_rows
+from mok.kernels.experts import push_rows, rounded, store_rows
+from mok.kernels.gradients import (
+    finish_copy_engine_stores,
+    gate_and_up,
+    hidden_gradient,
+    load_sum,
+    multiply_columns,
+    multiply_rows,
+    push_d_weights,
+    slices,
+    store_sum,
+)
+from mok.kernels.groups import (
+    CARRY_AFTER,
+    D_WEIGHT,
+    D_X,
+    GATE_UP,
+    HEADER,
+    HIDDEN,
+    PULL,
+    ROW,
+    SHARED_D_WEIGHT,
+    SHARED_D_X,
+    SHARED_HIDDEN,
+    TASKS,
+    TICKET,
+    TILE,
+    decode_ticket,
+    find_group,
+    swizzle,
+)
+from mok.kernels.signals import (
+    X_FREE,
+    X_READY,
+    announce,
+    order_copy_engine,
+    peer_address,
+    read_signal,
+    wait_for,
+)
+
+GATE_READY = tl.constexpr(memory.STATES.index("gate_ready"))
+D_GATE_READY = tl.constexpr(memory.STATES.index("d_gate_ready"))
+EXPERT_READY = tl.constexpr(memory.STATES.index("expert_ready"))
+GROUP_DONE = tl.constexpr(memory.STATES.index("group_done"))
+
+
+@triton.jit
+def pull_weights(weights_ptr, weights_ptrs, ring_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row, R: tl.constexpr, ROWS: tl.constexpr):
+    """The router weights of ROWS rows; zero on padding rows."""
+    lanes = tl.arange(0, ROWS)
+    source = tl.load(peer_rank_ptr + row + lanes)
+    slot = tl.load(peer_token_idx_ptr + row + lanes)
+    if R == 1:
+        of = weights_ptr + slot
+    else:
+        of = peer_address(weights_ptrs, tl.maximum(source, 0), tl.float32) + slot
+    tl.store(ring_ptr + ring_row + lanes, tl.load(of, mask=source >= 0, other=0.0))
+
+
+@triton.jit
+def wait_for_place(tile, group, table_ptr, group_done_ptr, control_ptrs, rank, wait_limit, R: tl.constexpr, RING: tl.constexpr):
+    """The tile that had this tile's place in the rings is no longer read: its group, an earlier one, is done."""
+    ok = 1
+    if tile >= RING:
+        before = tile - RING
+        while tl.load(table_ptr + HEADER + group * ROW + TILE) > before:
+            group -= 1
+        tasks = tl.load(table_ptr + HEADER + group * ROW + TASKS)
+        ok = wait_for(group_done_ptr + group, tasks, control_ptrs, rank, tile, X_FREE, wait_limit, R).to(tl.int32)
+    return ok
+
+
+@triton.jit
+def pull_task(
+    tile, part, saved_tiles, d_y_ptr, d_y_ptrs, x_ptr, x_ptrs, weights_ptr, weights_ptrs, peer_rank_ptr, peer_token_idx_ptr,
+    ring_d_y_ptr, ring_x_ptr, ring_weights_ptr, x_ready_ptr,
+    H: tl.constexpr, K: tl.constexpr, R: tl.constexpr, RING: tl.constexpr, NEED_EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, PARTS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Pull one part of a tile's rows into the rings; x only where something reads it."""
+    ROWS: tl.constexpr = BLOCK_M // PARTS
+    row = tile * BLOCK_M + part * ROWS
+    ring_row = (tile % RING) * BLOCK_M + part * ROWS
+    pull_rows(d_y_ptr, d_y_ptrs, ring_d_y_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row, H, K, R, ROWS, BLOCK_H)
+    if NEED_EXPERTS:
+        pull_rows(x_ptr, x_ptrs, ring_x_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row, H, K, R, ROWS, BLOCK_H)
+    elif tile >= saved_tiles:
+        pull_rows(x_ptr, x_ptrs, ring_x_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row, H, K, R, ROWS, BLOCK_H)
+    pull_weights(weights_ptr, weights_ptrs, ring_weights_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row, R, ROWS)
+    order_copy_engine(tile)
+    announce(x_ready_ptr + tile)
+
+
+@triton.jit
+def wait_for_inputs(
+    kind, tile, expert, group, saved_tiles, shared_tiles, table_ptr, expert_tile_ptr, control_ptrs,
+    x_ready_ptr, gate_ready_ptr, d_gate_ready_ptr, expert_ready_ptr, group_done_ptr, shared_ready_ptr, wait_limit,
+    rank, R: tl.constexpr, PARTS: tl.constexpr, GATE_UPS: tl.constexpr, HIDDENS: tl.constexpr, SHARED_HIDDENS: tl.constexpr,
+    CARRY: tl.constexpr,
+):  # fmt: skip
+    """What a compute task reads is there, and what it overwrites is no longer read. dY and x of the shared experts are there from the start."""
+    ok = 1
+    if kind == GATE_UP:
+        ok = wait_for(x_ready_ptr + tile, PARTS, control_ptrs, rank, tile, X_READY, wait_limit, R).to(tl.int32)
+    elif kind == HIDDEN:
+        ok = wait_for(x_ready_ptr + tile, PARTS, control_ptrs, rank, tile, X_READY, wait_limit, R).to(tl.int32)
+        if (GATE_UPS > 0) & (tile >= saved_tiles) & (ok == 1):
+            ok = wait_for(gate_ready_ptr + tile, GATE_UPS, control_ptrs, rank, tile, GATE_READY, wait_limit, R).to(tl.int32)
+    elif kind == D_X:
+        ok = wait_for(d_gate_ready_ptr + tile, HIDDENS, control_ptrs, rank, tile, D_GATE_READY, wait_limit, R).to(tl.int32)
+    elif kind == D_WEIGHT:
+        row = table_ptr + HEADER + group * ROW
+        first = tl.load(expert_tile_ptr + expert)
+        end = tl.load(expert_tile_ptr + expert + 1)
+        here = tl.minimum(end, tl.load(row + ROW + TILE))
+        ok = wait_for(expert_ready_ptr + expert, (here - first) * HIDDENS, control_ptrs, rank, expert, EXPERT_READY, wait_limit, R).to(tl.int32)
+        if CARRY:
+            after = tl.load(row + CARRY_AFTER)
+            if ((first < tl.load(row + TILE)) | (here < end)) & (after >= 0) & (ok == 1):
+                tasks = tl.load(table_ptr + HEADER + after * ROW + TASKS)
+                ok = wait_for(group_done_ptr + after, tasks, control_ptrs, rank, expert, GROUP_DONE, wait_limit, R).to(tl.int32)
+    elif kind == SHARED_D_X:
+        ok = wait_for(shared_ready_ptr + tile, SHARED_HIDDENS, control_ptrs, rank, tile, D_GATE_READY, wait_limit, R).to(tl.int32)
+    elif kind == SHARED_D_WEIGHT:
+        every = shared_tiles * SHARED_HIDDENS
+        ok = wait_for(shared_ready_ptr + shared_tiles, every, control_ptrs, rank, 0, EXPERT_READY, wait_limit, R).to(tl.int32)
+    order_copy_engine(tile)
+    return ok
+
+
+@triton.jit(do_not_specialize=["rank", "max_tiles", "num_local", "tokens", "saved_tiles", "wait_limit"])
+def backward_kernel(
+    d_y_ptr, d_y_ptrs, x_ptr, x_ptrs, weights_ptr, weights_ptrs, d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, control_ptrs,
+    peer_rank_ptr, peer_token_idx_ptr, tile_expert_ptr, routes_per_expert_ptr, expert_tile_ptr, table_ptr,
+    ring_d_y_ptr, ring_x_ptr, ring_weights_ptr, partial_ptr, carry_ptr,
+    ring_x_desc, gate_desc, up_desc,
+    ring_d_y_desc, ring_d_gate_desc, ring_d_up_desc, down_kn_desc, gate_kn_desc, up_kn_desc,
+    ring_d_y_t_desc, ring_d_gate_t_desc, ring_d_up_t_desc, ring_x_n_desc, ring_h_n_desc,
+    saved_gate_desc, saved_up_desc, tile_d_gate_desc, tile_d_up_desc, tile_h_desc,
+    shared_d_y_desc, shared_d_gate_desc, shared_d_up_desc, shared_down_kn_desc, shared_gate_kn_desc, shared_up_kn_desc,
+    shared_d_y_t_desc, shared_d_gate_t_desc, shared_d_up_t_desc, shared_x_n_desc, shared_h_n_desc,
+    saved_shared_gate_desc, saved_shared_up_desc, tile_shared_d_gate_desc, tile_shared_d_up_desc, tile_shared_h_desc,
+    d_gate_weight_ptr, d_up_weight_ptr, d_down_weight_ptr, shared_d_gate_weight_ptr, shared_d_up_weight_ptr, shared_d_down_weight_ptr,
+    shared_d_x_ptr, signals_ptr, rank, max_tiles, num_local, tokens, saved_tiles, limit, shared_limit, wait_limit,
+    H: tl.constexpr, I: tl.constexpr, S: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    CLAMP: tl.constexpr, RECOMPUTE: tl.constexpr, CARRY: tl.constexpr, ACCUMULATE: tl.constexpr,
+    NEED_X: tl.constexpr, NEED_WEIGHTS: tl.constexpr, NEED_EXPERTS: tl.constexpr, NEED_SHARED: tl.constexpr,
+    RING: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICE: tl.constexpr,
+    BLOCK_H: tl.constexpr, THREADS: tl.constexpr,
+    GATE_UPS: tl.constexpr, HIDDENS: tl.constexpr, D_XS: tl.constexpr, D_WEIGHTS: tl.constexpr,
+    SHARED_HIDDENS: tl.constexpr, SHARED_D_XS: tl.constexpr,
+):  # fmt: skip
+    """Take tickets until none is left. signals: the ticket counter, then the counters of the module's text; zero at the start."""
+    STORE: tl.constexpr = BLOCK_N // 2 if BLOCK_N > SLICE else SLICE
+    PARTS_OF_D_W: tl.constexpr = BLOCK_N // SLICE
+    x_ready_ptr = signals_ptr + 32
+    gate_ready_ptr = x_ready_ptr + max_tiles
+    d_gate_ready_ptr = gate_ready_ptr + max_tiles
+    expert_ready_ptr = d_gate_ready_ptr + max_tiles
+    group_done_ptr = expert_ready_ptr + num_local
+    shared_ready_ptr = group_done_ptr + max_tiles + 2
+    shared_tiles = tl.cdiv(tokens, BLOCK_M) if S > 0 else 0
+    total = tl.load(table_ptr + HEADER + tl.load(table_ptr) * ROW + TICKET)
+    group = 0
+    lanes = tl.arange(0, THREADS)
+    ticket = tl.atomic_add(signals_ptr, 1, sem="relaxed", scope="gpu")
+    while ticket < total:
+        # One lane takes the next ticket now; nobody looks at it before this task is done.
+        taken = tl.atomic_add(signals_ptr + lanes, 1, mask=lanes == 0, sem="relaxed", scope="gpu")
+        group = find_group(ticket, group, table_ptr)
+        kind, tile, part, expert = decode_ticket(
+            ticket, group, table_ptr, tile_expert_ptr, expert_tile_ptr, saved_tiles, shared_tiles,
+            PARTS, GATE_UPS, HIDDENS, D_XS, D_WEIGHTS, SHARED_HIDDENS, SHARED_D_XS,
+        )  # fmt: skip
+        ok = 1
+        if kind == PULL:
+            ok = wait_for_place(tile, group, table_ptr, group_done_ptr, control_ptrs, rank, wait_limit, R, RING)
+            if ok == 1:
+                pull_task(
+                    tile, part, saved_tiles, d_y_ptr, d_y_ptrs, x_ptr, x_ptrs, weights_ptr, weights_ptrs, peer_rank_ptr, peer_token_idx_ptr,
+                    ring_d_y_ptr, ring_x_ptr, ring_weights_ptr, x_ready_ptr, H, K, R, RING, NEED_EXPERTS, BLOCK_M, PARTS, BLOCK_H,
+                )  # fmt: skip
+        else:
+            ok = wait_for_inputs(
+                kind, tile, expert, group, saved_tiles, shared_tiles, table_ptr, expert_tile_ptr, control_ptrs,
+                x_ready_ptr, gate_ready_ptr, d_gate_ready_ptr, expert_ready_ptr, group_done_ptr, shared_ready_ptr, wait_limit,
+                rank, R, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, CARRY,
+            )  # fmt: skip
+            if ok == 1:
+                if (kind == D_WEIGHT) | (kind == SHARED_D_WEIGHT):
+                    if NEED_EXPERTS | NEED_SHARED:
+                        routed = kind == D_WEIGHT
+                        width = I if S == 0 else tl.where(routed, I, S)
+                        tall = tl.cdiv(width, BLOCK_M) * tl.cdiv(H, BLOCK_N)  # tasks of the gradient of gate, or of up
+                        down = part >= 2 * tall
+                        up = (part >= tall) & (part < 2 * tall)
+                        if routed:
+                            row = table_ptr + HEADER + group * ROW
+                            begin = tl.load(expert_tile_ptr + expert)
+                            end = tl.load(expert_tile_ptr + expert + 1)
+                            first = tl.maximum(begin, tl.load(row + TILE))
+                            last = (end <= tl.load(row + ROW + TILE)).to(tl.int32)
+                            routes = tl.load(routes_per_expert_ptr + expert)
+                            depth = tl.minimum((tl.load(row + ROW + TILE) - first) * BLOCK_M, routes - (first - begin) * BLOCK_M)
+                            carried = first > begin
+                            from_row = (first % RING) * BLOCK_M
+                            wrap = RING * BLOCK_M
+                            if down:
+                                a_desc = ring_d_y_t_desc
+                                b_desc = ring_h_n_desc
+                                out_ptr = d_down_weight_ptr
+                            elif up:
+                                a_desc = ring_d_up_t_desc
+                                b_desc = ring_x_n_desc
+                                out_ptr = d_up_weight_ptr
+                            else:
+                                a_desc = ring_d_gate_t_desc
+                                b_desc = ring_x_n_desc
+                                out_ptr = d_gate_weight_ptr
+                        else:
+                            last = 1
+                            depth = tokens
+                            carried = expert > 0  # it is 0
+                            from_row = 0
+                            wrap = 0x40000000
+                            if down:
+                                a_desc = shared_d_y_t_desc
+                                b_desc = shared_h_n_desc
+                                out_ptr = shared_d_down_weight_ptr
+                            elif up:
+                                a_desc = shared_d_up_t_desc
+                                b_desc = shared_x_n_desc
+                                out_ptr = shared_d_up_weight_ptr
+                            else:
+                                a_desc = shared_d_gate_t_desc
+                                b_desc = shared_x_n_desc
+                                out_ptr = shared_d_gate_weight_ptr
+                        rows = tl.where(down, H, width)
+                        columns = tl.where(down, width, H)
+                        q = part - tl.where(down, 2 * tall, tl.where(up, tall, 0))
+                        m, n = swizzle(q, tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N))
+                        m *= BLOCK_M
+                        n *= BLOCK_N
+                        carry_offset = tl.where(down, 2, tl.where(up, 1, 0)).to(tl.int64) * (I * H)
+                        if CARRY:
+                            weight_sum = load_sum(carry_ptr, carry_offset, m, n, rows, columns, carried, BLOCK_M, BLOCK_N)
+                        else:
+                            weight_sum = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                        weight_sum = multiply_columns(a_desc, b_desc, weight_sum, from_row, wrap, depth, m, n, BLOCK_K)
+                        out_offset = expert.to(tl.int64) * (I * H)
+                        nothing = (depth <= 0).to(tl.int32)
+                        wide = slices(weight_sum, BLOCK_M, BLOCK_N, STORE)
+                        for i in tl.static_range(BLOCK_N // STORE):
+                            store_sum(
+                                wide[i], out_ptr, carry_ptr, out_offset, carry_offset, m, n + i * STORE, rows, columns, last, nothing,
+                                ACCUMULATE, CARRY, BLOCK_M, STORE,
+                            )  # fmt: skip
+                elif kind == GATE_UP:
+                    if RECOMPUTE:
+                        to_row = (tile % RING) * BLOCK_M
+                        b_row = expert * I + part * STORE
+                        gate, up_value = gate_and_up(ring_x_desc, gate_desc, up_desc, to_row, b_row, H, BLOCK_M, STORE, BLOCK_K)
+                        gates = slices(gate, BLOCK_M, STORE, SLICE)
+                        ups = slices(up_value, BLOCK_M, STORE, SLICE)
+                        for i in tl.static_range(STORE // SLICE):
+                            tile_d_gate_desc.store([to_row, part * STORE + i * SLICE], rounded(gates[i]))
+                            tile_d_up_desc.store([to_row, part * STORE + i * SLICE], rounded(ups[i]))
+                        finish_copy_engine_stores(tile)
+                        announce(gate_ready_ptr + tile)
+                else:
+                    hidden = (kind == HIDDEN) | (kind == SHARED_HIDDEN)
+                    routed_rows = (kind == HIDDEN) | (kind == D_X)
+                    place = tl.where(routed_rows, tile % RING, tile) * BLOCK_M
+                    column = part * BLOCK_N
+                    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                    for half in range(tl.where(hidden, 1, 2)):
+                        if kind == HIDDEN:
+                            left_desc = ring_d_y_desc
+                            right_desc = down_kn_desc
+                            inner = H
+                            right_row = expert * H
+                        elif kind == D_X:
+                            inner = I
+                            right_row = expert * I
+                            if half == 0:
+                                left_desc = ring_d_gate_desc
+                                right_desc = gate_kn_desc
+                            else:
+                                left_desc = ring_d_up_desc
+                                right_desc = up_kn_desc
+                        elif kind == SHARED_HIDDEN:
+                            left_desc = shared_d_y_desc
+                            right_desc = shared_down_kn_desc
+                            inner = H
+                            right_row = 0
+                        else:
+                            inner = S
+                            right_row = 0
+                            if half == 0:
+                                left_desc = shared_d_gate_desc
+                                right_desc = shared_gate_kn_desc
+                            else:
+                                left_desc = shared_d_up_desc
+                                right_desc = shared_up_kn_desc
+                        acc = multiply_rows(left_desc, right_desc, acc, place, right_row, column, inner, BLOCK_K)
+                    if hidden:
+                        if kind == HIDDEN:
+                            from_gate = saved_gate_desc
+                            from_up = saved_up_desc
+                            from_place = tile * BLOCK_M
+                            if RECOMPUTE:
+                                if tile >= saved_tiles:
+                                    from_gate = tile_d_gate_desc
+                                    from_up = tile_d_up_desc
+                                    from_place = place
+                            to_gate = tile_d_gate_desc
+                            to_up = tile_d_up_desc
+                            to_h = tile_h_desc
+                            clip = limit
+                        else:
+                            from_gate = saved_shared_gate_desc
+                            from_up = saved_shared_up_desc
+                            from_place = place
+                            to_gate = tile_shared_d_gate_desc
+                            to_up = tile_shared_d_up_desc
+                            to_h = tile_shared_h_desc
+                            clip = shared_limit
+                        rows_here = place + tl.arange(0, BLOCK_M)
+                        weight = tl.load(ring_weights_ptr + rows_here, mask=routed_rows, other=1.0)
+                        parts_here = partial_ptr + rows_here
+                        narrow = slices(acc, BLOCK_M, BLOCK_N, SLICE)
+                        for i in tl.static_range(PARTS_OF_D_W):
+                            d_w = hidden_gradient(
+                                narrow[i], from_gate, from_up, from_place, to_gate, to_up, to_h, place, column + i * SLICE, weight, clip, CLAMP
+                            )  # fmt: skip
+                            if NEED_WEIGHTS:
+                                tl.store(parts_here + (PARTS_OF_D_W * part + i) * (RING * BLOCK_M), d_w, mask=routed_rows)
+                        finish_copy_engine_stores(tile)
+                        if kind == HIDDEN:
+                            tl.debug_barrier()
+                            tl.atomic_add(expert_ready_ptr + expert, 1, sem="release", scope="gpu")
+                            done = tl.atomic_add(d_gate_ready_ptr + tile, 1, sem="acq_rel", scope="gpu")
+                            if NEED_WEIGHTS:
+                                if done == HIDDENS - 1:
+                                    push_d_weights(
+                                        partial_ptr, RING * BLOCK_M, HIDDENS * PARTS_OF_D_W, place, d_weights_ptr, d_weights_ptrs,
+                                        peer_rank_ptr, peer_token_idx_ptr, tile * BLOCK_M, R, BLOCK_M,
+                                    )  # fmt: skip
+                        else:
+                            announce(shared_ready_ptr + tile)
+                            tl.atomic_add(shared_ready_ptr + shared_tiles, 1, sem="release", scope="gpu")
+                    else:
+                        pieces = slices(acc, BLOCK_M, BLOCK_N, STORE)
+                        for i in tl.static_range(BLOCK_N // STORE):
+                            if kind == D_X:
+                                push_rows(
+                                    pieces[i], d_x_ptr, d_x_ptrs, peer_rank_ptr, peer_token_idx_ptr, tile * BLOCK_M, column + i * STORE,
+                                    H, R, BLOCK_M, STORE,
+                                )  # fmt: skip
+                            else:
+                                store_rows(pieces[i], shared_d_x_ptr, place, tokens, column + i * STORE, H, BLOCK_M, STORE)
+                if kind <= D_WEIGHT:
+                    announce(group_done_ptr + group)
+        following = tl.sum(tl.where(lanes == 0, taken, 0), axis=0)
+        ticket = tl.where(ok == 1, following, total)

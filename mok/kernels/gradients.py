@@ -1,0 +1,174 @@
+"""The pieces of the backward's tasks: two multiplication loops, the SwiGLU's gradient, and what is stored where.
+
+hidden:   a slice of dHid = dY Wd, unweighted; from it d_gate, d_up (of w dHid), w h, and the slice's part of d_w = sum_i dHid_i h_i.
+d_x:      a slice of d_gate Wg + d_up Wu, one sum over both.
+d_weight: a tile of d_gate^T x, d_up^T x or dY^T (w h), summed over the rows of an expert in order.
+
+Rounded to bf16, as on every other backend: h, d_gate, d_up, w h, each row's d_x, and a weight's gradient once at its end.
+
+Legend: H hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mok.kernels.experts import dot, rounded, swiglu
+from mok.kernels.signals import INTERPRETING, peer_address
+
+
+@triton.jit
+def finish_copy_engine_stores(token):
+    """Wait until the copy engine's stores are in global memory, not merely out of shared memory (Triton 3.6 waits for that only).
+
+    token: any int32 in use.
+    """
+    if not INTERPRETING:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.u32 $0, $1;", "=r,r", [token], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def gate_and_up(x_desc, gate_desc, up_desc, row, weight_row, depth, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """x Wg^T and x Wu^T of one slice, summed in the order of the forward."""
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in tl.range(0, depth, BLOCK_K):
+        x = x_desc.load([row, k])
+        gate = dot(x, gate_desc.load([weight_row, k]), gate)
+        up = dot(x, up_desc.load([weight_row, k]), up)
+    return gate, up
+
+
+@triton.jit
+def multiply_rows(a_desc, b_desc, total, a_row, b_row, column, depth, BLOCK_K: tl.constexpr):
+    """total + a b: rows of a from a_row, all of its columns; rows b_row .. b_row + depth of b, a slice of columns."""
+    for k in tl.range(0, depth, BLOCK_K):
+        a = a_desc.load([a_row, k])
+        b = b_desc.load([b_row + k, column])
+        if INTERPRETING:  # it would multiply bf16 as integers
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        total = tl.dot(a, b, total)
+    return total
+
+
+@triton.jit
+def multiply_columns(a_desc, b_desc, total, row, wrap, depth, a_column, b_column, BLOCK_K: tl.constexpr):
+    """total + a^T b over `depth` rows from `row` on, in order; after row wrap - 1 comes row 0."""
+    for k in tl.range(0, depth, BLOCK_K):
+        from_row = row + k
+        from_row = tl.where(from_row >= wrap, from_row - wrap, from_row)
+        a = a_desc.load([from_row, a_column])
+        b = b_desc.load([from_row, b_column])
+        if INTERPRETING:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        total = tl.dot(a.T, b, total)
+    return total
+
+
+@triton.jit
+def halves(tile, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
+    """The left and the right WIDTH columns of a tile."""
+    return tl.split(tl.permute(tl.reshape(tile, (BLOCK_M, 2, WIDTH)), (0, 2, 1)))
+
+
+@triton.jit
+def slices(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr):
+    """A tile as one, two or four slices of SLICE columns; they are worked on one after the other, which takes fewer registers."""
+    if BLOCK_N == SLICE:
+        return (tile,)
+    elif BLOCK_N == 2 * SLICE:
+        left, right = halves(tile, BLOCK_M, SLICE)
+        return (left, right)
+    else:
+        tl.static_assert(BLOCK_N == 4 * SLICE)
+        left, right = halves(tile, BLOCK_M, 2 * SLICE)
+        first, second = halves(left, BLOCK_M, SLICE)
+        third, fourth = halves(right, BLOCK_M, SLICE)
+        return (first, second, third, fourth)
+
+
+@triton.jit
+def hidden_gradient(
+    d_hidden, gate_desc, up_desc, from_row, d_gate_desc, d_up_desc, weighted_h_desc, to_row, column, weight, limit, CLAMP: tl.constexpr
+):  # fmt: skip
+    """d_hidden: dHid of one slice, unweighted. Stores d_gate, d_up and w h; returns sum_i dHid_i h_i of each row.
+
+    Example: gate 1, up 2, w -0.5, dHid 3: silu(1) = 0.73106, so h = 1.46 and d_w = 4.39; w dHid = -1.5, so d_up = -1.5 * 0.73106 = -1.10 and
+    d_gate = -1.5 * 2 * 0.92767 = -2.78; w h = -0.731. With limit 0.5 both are clipped and d_gate = d_up = 0.
+    """
+    gate = gate_desc.load([from_row, column])
+    up = up_desc.load([from_row, column])
+    h = rounded(swiglu(gate, up, limit, CLAMP)).to(tl.float32)
+    weighted_h_desc.store([to_row, column], rounded(h * weight[:, None]))
+    d_weight = tl.sum(d_hidden * h, axis=1)
+    d_hidden = d_hidden * weight[:, None]
+    gate = gate.to(tl.float32)
+    up = up.to(tl.float32)
+    gate_clipped = gate > limit
+    up_clipped = (up > limit) | (up < -limit)
+    if CLAMP:
+        gate = tl.where(gate_clipped, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    s = tl.sigmoid(gate)
+    d_up = d_hidden * (gate * s)
+    d_gate = d_hidden * up * (s * (1 + gate * (1 - s)))
+    if CLAMP:
+        d_up = tl.where(up_clipped, 0.0, d_up)
+        d_gate = tl.where(gate_clipped, 0.0, d_gate)
+    d_up_desc.store([to_row, column], rounded(d_up))
+    d_gate_desc.store([to_row, column], rounded(d_gate))
+    return d_weight
+
+
+@triton.jit
+def push_d_weights(
+    partial_ptr, partial_stride, slices, ring_row, d_weights_ptr, d_weights_ptrs, peer_rank_ptr, peer_token_idx_ptr, row,
+    R: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Sum a tile's parts of d_w, slice by slice, and store each row's into its slot at its source."""
+    lanes = tl.arange(0, BLOCK_M)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    for part in range(slices):
+        total += tl.load(partial_ptr + part * partial_stride + ring_row + lanes)
+    source = tl.load(peer_rank_ptr + row + lanes)
+    slot = tl.load(peer_token_idx_ptr + row + lanes)
+    if R == 1:
+        to = d_weights_ptr + slot
+    else:
+        to = peer_address(d_weights_ptrs, tl.maximum(source, 0), tl.float32) + slot
+    tl.store(to, total, mask=source >= 0)
+
+
+@triton.jit
+def load_sum(carry_ptr, offset, row, column, rows, columns, carried, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The sum so far of a tile of a weight's gradient; zeros where there is none."""
+    r = row + tl.arange(0, BLOCK_M)
+    c = column + tl.arange(0, BLOCK_N)
+    inside = (r < rows)[:, None] & (c < columns)[None, :] & carried
+    return tl.load(carry_ptr + offset + r.to(tl.int64)[:, None] * columns + c[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def store_sum(
+    total, out_ptr, carry_ptr, out_offset, carry_offset, row, column, rows, columns, last, nothing_to_add,
+    ACCUMULATE: tl.constexpr, CARRY: tl.constexpr, BLOCK_M: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """A finished sum, rounded, into the gradient or added to the fp32 one that is there; an unfinished one to where the next part finds it."""
+    r = row + tl.arange(0, BLOCK_M)
+    c = column + tl.arange(0, SLICE)
+    inside = (r < rows)[:, None] & (c < columns)[None, :]
+    offset = r.to(tl.int64)[:, None] * columns + c[None, :]
+    if CARRY:
+        tl.store(carry_ptr + carry_offset + offset, total, mask=inside & (last == 0))
+        inside = inside & (last == 1)
+    to = out_ptr + out_offset + offset
+    if ACCUMULATE:
+        inside = inside & (nothing_to_add == 0)
+        tl.store(to, tl.load(to, mask=inside, other=0.0) + total, mask=inside)
+    else:
+        tl.store(to, rounded(total), mask=inside)

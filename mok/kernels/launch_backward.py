@@ -1,0 +1,277 @@
+"""The host's side of the backward: memory, arguments and launches. Nothing here reads the device.
+
+Legend: T tokens of this rank, H hidden, I intermediate, L experts of this rank, E experts in all, K choices per token, R ranks,
+S width of the shared experts, C rows whose gate and up were saved.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from mok.config import TILE_M
+from mok.kernels.backward import backward_kernel
+from mok.kernels.combine import combine
+from mok.kernels.groups import HEADER, ROW, plan_kernel
+from mok.kernels.launch import Saved, Workspace, _rows
+from mok.kernels.schedule import DeviceSchedule
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """How the backward kernel cuts its work. No field changes a bit.
+
+    num_sms: programs per rank; 0 means one per multiprocessor.
+    ring_tiles: tiles of 128 rows in the rings.
+    group_tiles: a group of experts is closed when it has this many tiles; 0 means two waves of tiles per phase.
+    parts: pull tasks per tile.
+    block_n: columns of a tile: `slice`, two or four times as many; `slice` itself, the width of a part of d_w, is no knob.
+    """
+
+    num_sms: int = 0
+    ring_tiles: int = 256
+    group_tiles: int = 0
+    parts: int = 4
+    block_m: int = TILE_M
+    block_n: int = 256
+    block_k: int = 64
+    slice: int = 64
+    block_h: int = 1024
+    num_warps: int = 8
+    num_stages: int = 4
+    programs_per_sm: int = 1
+
+    @property
+    def store(self) -> int:
+        """Columns of a tile that are stored at once, and of gate and of up where they are computed again."""
+        return max(self.slice, self.block_n // 2)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which gradients are asked for: by any rank of x or the router weights, of this rank's experts, of the shared ones."""
+
+    x: bool = True
+    weights: bool = True
+    experts: bool = True
+    shared: bool = True
+
+
+@dataclass
+class Gradients:
+    """None for what was not asked for or went into fp32 accumulators."""
+
+    d_x_TH: Tensor | None
+    d_weights_TK: Tensor | None
+    experts: tuple[Tensor, Tensor, Tensor] | None
+    shared: tuple[Tensor, Tensor, Tensor] | None
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """How many tasks there are of each kind: per tile, per expert, and of the shared experts per tile and in all."""
+
+    parts: int
+    gate_ups: int
+    hiddens: int
+    d_xs: int
+    d_weights: int
+    shared_hiddens: int
+    shared_d_xs: int
+    shared: int
+
+
+def count_tasks(plan: BackwardPlan, needs: Needs, hidden: int, width: int, shared_width: int, tokens: int) -> Tasks:
+    m, n = plan.block_m, plan.block_n
+    cdiv = triton.cdiv
+    of_weights = lambda width: 2 * cdiv(width, m) * cdiv(hidden, n) + cdiv(hidden, m) * cdiv(width, n)  # noqa: E731
+    hiddens = cdiv(width, n) if needs.x or needs.weights or needs.experts else 0
+    shared_hiddens = cdiv(shared_width, n) if shared_width and (needs.x or needs.shared) else 0
+    shared_d_xs = cdiv(hidden, n) if shared_width and needs.x else 0
+    shared_weights = of_weights(shared_width) if shared_width and needs.shared else 0
+    return Tasks(
+        parts=plan.parts if hiddens else 0, gate_ups=cdiv(width, plan.store) if hiddens else 0, hiddens=hiddens, d_xs=cdiv(hidden, n) if needs.x else 0,
+        d_weights=of_weights(width) if needs.experts else 0, shared_hiddens=shared_hiddens, shared_d_xs=shared_d_xs,
+        shared=cdiv(tokens, m) * (shared_hiddens + shared_d_xs) + shared_weights,
+    )  # fmt: skip
+
+
+def ring_and_groups(plan: BackwardPlan, tiles: int, tasks: Tasks, num_sms: int) -> tuple[int, int, int]:
+    """Tiles of the rings, tiles at which a group is closed, most tiles of a group. Two groups fit into a ring that is smaller than all tiles."""
+    ring = max(2, min(plan.ring_tiles, tiles))
+    most = max(tiles, 1) if ring >= tiles else ring // 2
+    per_tile = max(1, min(count for count in (tasks.hiddens, tasks.d_xs) if count > 0) if tasks.hiddens or tasks.d_xs else 1)
+    waves = 2 * num_sms * plan.programs_per_sm
+    target = plan.group_tiles or max(1, triton.cdiv(waves, per_tile))
+    return ring, min(target, most), most
+
+
+@dataclass
+class Call:
+    """One backward, prepared: both kernels' arguments by name, and where the results will be."""
+
+    plan: dict[str, object]
+    kernel: dict[str, object]
+    signals: Tensor
+    experts: tuple[Tensor, Tensor, Tensor] | None
+    shared: tuple[Tensor, Tensor, Tensor] | None
+    shared_d_x: Tensor | None
+
+
+def prepare(
+    workspace: Workspace,
+    rows: DeviceSchedule,
+    saved: Saved,
+    d_y_TH: Tensor,
+    x_TH: Tensor,
+    weights_TK: Tensor,
+    gate_LIH: Tensor,
+    up_LIH: Tensor,
+    down_LHI: Tensor,
+    shared: tuple[Tensor, Tensor, Tensor] | None = None,
+    clamp: float | None = None,
+    shared_clamp: float | None = None,
+    shared_d_y_TH: Tensor | None = None,
+    needs: Needs | None = None,
+    main_grads: tuple[Tensor, Tensor, Tensor] | None = None,
+    shared_main_grads: tuple[Tensor, Tensor, Tensor] | None = None,
+    plan: BackwardPlan | None = None,
+) -> Call:
+    """shared_d_y_TH: the gradient of the shared experts' output where it is not dY. main_grads: fp32, shaped like the weights, added to."""
+    plan, needs = plan or BackwardPlan(), needs or Needs()
+    memory, tokens, hidden, width = workspace.memory, x_TH.shape[0], workspace.hidden, gate_LIH.shape[1]
+    m, n, k, s = plan.block_m, plan.block_n, plan.block_k, plan.slice
+    num_local, tiles = gate_LIH.shape[0], rows.tile_expert.numel()
+    shared_width = shared[0].shape[0] if shared else 0
+    tasks = count_tasks(plan, needs, hidden, width, shared_width, tokens)
+    programs = plan.num_sms or workspace.num_sms
+    ring, target, most = ring_and_groups(plan, tiles, tasks, programs)
+    saved_tiles = min(saved.gate_CI.shape[0] // m, tiles)
+    recompute = saved_tiles < tiles
+    cut = most < tiles and needs.experts
+    bf16, fp32, device = torch.bfloat16, torch.float32, workspace.device
+
+    take = workspace.take
+    d_y_ring, x_ring = (take(name, (ring * m, hidden), bf16) for name in ("d_y_ring", "x_ring"))
+    d_gate_ring, d_up_ring, h_ring = (take(name, (ring * m, width), bf16) for name in ("d_gate_ring", "d_up_ring", "h_ring"))
+    weights_ring = take("weights_ring", (ring * m,), fp32)
+    partial = take("d_weights_parts", (triton.cdiv(width, n) * (n // s), ring * m), fp32)
+    carry = take("carry", (3, width, hidden), fp32) if cut else weights_ring
+    table = take("groups", (HEADER.value + (tiles + 3) * ROW.value,), torch.int32)
+    expert_tile = take("expert_tile", (num_local + 1,), torch.int32)
+    signals = take("signals", (32 + 4 * tiles + num_local + 2 + triton.cdiv(tokens, m) + 1,), torch.int32)
+
+    def results(weights: tuple[Tensor, Tensor, Tensor], main: tuple[Tensor, Tensor, Tensor] | None, wanted: bool) -> tuple[Tensor, ...] | None:
+        if not wanted:
+            return None
+        return main or tuple(torch.empty(w.shape, dtype=bf16, device=device) for w in weights)
+
+    expert_grads = results((gate_LIH, up_LIH, down_LHI), main_grads, needs.experts)
+    shared_grads = results(shared, shared_main_grads, needs.shared) if shared else None
+    accumulate = main_grads is not None or shared_main_grads is not None
+    if accumulate and ((needs.experts and main_grads is None) or (shared and needs.shared and shared_main_grads is None)):
+        raise ValueError("main_grads and shared_main_grads: both or neither, where both gradients are asked for")
+    nowhere = weights_ring if accumulate else d_y_ring
+    to_experts = expert_grads or (nowhere,) * 3
+    if shared:
+        shared_gate, shared_up, shared_down = shared
+        shared_x, shared_d_y = x_TH, d_y_TH if shared_d_y_TH is None else shared_d_y_TH
+        buffers = [take(name, (tokens, shared_width), bf16) for name in ("shared_d_gate", "shared_d_up", "shared_h")]
+        saved_shared_gate, saved_shared_up = saved.shared_gate_TS, saved.shared_up_TS
+        shared_d_x = torch.empty(tokens, hidden, dtype=bf16, device=device) if needs.x else None
+        to_shared = shared_grads or (nowhere,) * 3
+    else:
+        shared_gate, shared_up, shared_down, shared_x, shared_d_y = gate_LIH, up_LIH, down_LHI, x_ring, d_y_ring
+        buffers = [d_gate_ring, d_up_ring, h_ring]
+        saved_shared_gate, saved_shared_up, shared_d_x, to_shared = d_gate_ring, d_up_ring, None, (nowhere,) * 3
+    a = lambda matrix: _rows(matrix, m, k)  # noqa: E731
+    a_t = lambda matrix: _rows(matrix, k, m)  # noqa: E731
+    b = lambda matrix: _rows(matrix, k, n)  # noqa: E731
+    tile = lambda matrix: _rows(matrix, m, s)  # noqa: E731
+    saved_gate, saved_up = (saved.gate_CI, saved.up_CI) if saved_tiles else (d_gate_ring, d_up_ring)
+    addresses, own = memory.addresses, memory.own
+    per = dict(PARTS=tasks.parts, GATE_UPS=tasks.gate_ups if recompute else 0, HIDDENS=tasks.hiddens, D_XS=tasks.d_xs, D_WEIGHTS=tasks.d_weights)
+    groups = dict(
+        tokens_per_expert_ptr=rows.tokens_per_expert, table_ptr=table, expert_tile_ptr=expert_tile, num_local=num_local, saved_tiles=saved_tiles,
+        shared_tasks=tasks.shared, TARGET=target, MOST=most, BLOCK_M=m, **per,
+    )  # fmt: skip
+    kernel: dict[str, object] = dict(
+        d_y_ptr=d_y_TH, d_y_ptrs=addresses["d_y"], x_ptr=x_TH, x_ptrs=addresses["x"], weights_ptr=weights_TK, weights_ptrs=addresses["weights"],
+        d_x_ptr=own["combine"], d_x_ptrs=addresses["combine"], d_weights_ptr=own["d_weights"], d_weights_ptrs=addresses["d_weights"],
+        control_ptrs=addresses["control"], peer_rank_ptr=rows.peer_rank, peer_token_idx_ptr=rows.peer_token_idx,
+        tile_expert_ptr=rows.tile_expert, routes_per_expert_ptr=rows.routes_per_expert, expert_tile_ptr=expert_tile, table_ptr=table,
+        ring_d_y_ptr=d_y_ring, ring_x_ptr=x_ring, ring_weights_ptr=weights_ring, partial_ptr=partial, carry_ptr=carry,
+        ring_x_desc=a(x_ring), gate_desc=_rows(gate_LIH, plan.store, k), up_desc=_rows(up_LIH, plan.store, k),
+        ring_d_y_desc=a(d_y_ring), ring_d_gate_desc=a(d_gate_ring), ring_d_up_desc=a(d_up_ring),
+        down_kn_desc=b(down_LHI), gate_kn_desc=b(gate_LIH), up_kn_desc=b(up_LIH),
+        ring_d_y_t_desc=a_t(d_y_ring), ring_d_gate_t_desc=a_t(d_gate_ring), ring_d_up_t_desc=a_t(d_up_ring),
+        ring_x_n_desc=b(x_ring), ring_h_n_desc=b(h_ring),
+        saved_gate_desc=tile(saved_gate), saved_up_desc=tile(saved_up),
+        tile_d_gate_desc=tile(d_gate_ring), tile_d_up_desc=tile(d_up_ring), tile_h_desc=tile(h_ring),
+        shared_d_y_desc=a(shared_d_y), shared_d_gate_desc=a(buffers[0]), shared_d_up_desc=a(buffers[1]),
+        shared_down_kn_desc=b(shared_down), shared_gate_kn_desc=b(shared_gate), shared_up_kn_desc=b(shared_up),
+        shared_d_y_t_desc=a_t(shared_d_y), shared_d_gate_t_desc=a_t(buffers[0]), shared_d_up_t_desc=a_t(buffers[1]),
+        shared_x_n_desc=b(shared_x), shared_h_n_desc=b(buffers[2]),
+        saved_shared_gate_desc=tile(saved_shared_gate), saved_shared_up_desc=tile(saved_shared_up),
+        tile_shared_d_gate_desc=tile(buffers[0]), tile_shared_d_up_desc=tile(buffers[1]), tile_shared_h_desc=tile(buffers[2]),
+        d_gate_weight_ptr=to_experts[0], d_up_weight_ptr=to_experts[1], d_down_weight_ptr=to_experts[2],
+        shared_d_gate_weight_ptr=to_shared[0], shared_d_up_weight_ptr=to_shared[1], shared_d_down_weight_ptr=to_shared[2],
+        shared_d_x_ptr=x_ring if shared_d_x is None else shared_d_x, signals_ptr=signals,
+        rank=memory.rank, max_tiles=tiles, num_local=num_local, tokens=tokens, saved_tiles=saved_tiles,
+        limit=math.inf if clamp is None else float(clamp), shared_limit=math.inf if shared_clamp is None else float(shared_clamp),
+        wait_limit=workspace.limit,
+        H=hidden, I=width, S=shared_width, K=workspace.top_k, R=memory.size, CLAMP=clamp is not None or shared_clamp is not None,
+        RECOMPUTE=recompute, CARRY=cut, ACCUMULATE=accumulate,
+        NEED_X=needs.x, NEED_WEIGHTS=needs.weights, NEED_EXPERTS=needs.experts, NEED_SHARED=needs.shared and bool(shared),
+        RING=ring, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, SLICE=s, BLOCK_H=min(plan.block_h, triton.next_power_of_2(hidden)),
+        THREADS=32 * plan.num_warps, SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs, **per,
+    )  # fmt: skip
+    return Call(
+        groups, kernel, signals, None if main_grads else expert_grads, None if shared_main_grads else shared_grads, shared_d_x
+    )  # fmt: skip
+
+
+def publish(workspace: Workspace, d_y_TH: Tensor, x_TH: Tensor, weights_TK: Tensor) -> None:
+    """Copy what peers pull to where they see it."""
+    memory = workspace.memory
+    if memory.size > 1:
+        for name, value in (("d_y", d_y_TH), ("x", x_TH), ("weights", weights_TK.reshape(-1))):
+            memory.own[name][: value.shape[0]].copy_(value)
+
+
+def gather(workspace: Workspace, call: Call, ids_TK: Tensor, num_experts: int, needs: Needs) -> Gradients:
+    """After the last barrier: d_x is the sum over the slots, k ascending, on the shared experts' d_x; masked slots have no gradient."""
+    own = workspace.memory.own
+    d_x = d_weights = None
+    if needs.x:
+        ones = workspace.take("ones", ids_TK.shape, torch.float32).fill_(1.0)
+        d_x = combine(own["combine"], ids_TK, ones, num_experts, call.shared_d_x)
+    if needs.weights:
+        live = (ids_TK >= 0) & (ids_TK < num_experts)
+        d_weights = torch.where(live, own["d_weights"][: ids_TK.numel()].view(ids_TK.shape), 0.0)
+    return Gradients(d_x, d_weights, call.experts, call.shared)
+
+
+def backward(
+    workspace: Workspace, rows: DeviceSchedule, saved: Saved, ids_TK: Tensor, d_y_TH: Tensor, x_TH: Tensor, weights_TK: Tensor,
+    gate_LIH: Tensor, up_LIH: Tensor, down_LHI: Tensor, num_experts: int, needs: Needs | None = None, plan: BackwardPlan | None = None,
+    **options: object,
+) -> Gradients:  # fmt: skip
+    """Publish, one kernel, combine. d_y, x: bf16, weights: fp32, all contiguous; `options` are those of `prepare`."""
+    workspace.check()
+    plan, needs = plan or BackwardPlan(), needs or Needs()
+    publish(workspace, d_y_TH, x_TH, weights_TK)
+    call = prepare(
+        workspace, rows, saved, d_y_TH, x_TH, weights_TK, gate_LIH, up_LIH, down_LHI, needs=needs, plan=plan, **options
+    )  # fmt: skip
+    call.signals.zero_()
+    plan_kernel[(1,)](**call.plan, num_warps=1)
+    workspace.barrier()
+    programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
+    backward_kernel[(programs,)](**call.kernel, num_warps=plan.num_warps, num_stages=plan.num_stages, enable_fp_fusion=False)
+    workspace.barrier()
+    return gather(workspace, call, ids_TK, num_experts, needs)

@@ -1,0 +1,446 @@
+"""The real backward kernel under the interpreter; one process runs all cases and prints one JSON object {case: "" or traceback}.
+
+Run alone: TRITON_INTERPRET=1 python tests/interpreted_backward.py [case ...]
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+import traceback
+from dataclasses import dataclass, replace
+
+from interpreted_cases import BLOCK, CPU, Problem, make_schedules, run_layer, shared  # sets TRITON_INTERPRET
+
+import torch
+import triton
+import triton.language as tl
+from interpret import run_concurrently
+from torch import Tensor
+
+from mok import schedule as host_schedule
+from mok.config import Tuning
+from mok.executor import row_swiglu
+from mok.fabric import FabricError, virtual_ranks
+from mok.kernels import groups, launch_backward, memory
+from mok.kernels.backward import backward_kernel
+from mok.kernels.gradients import hidden_gradient
+from mok.kernels.launch import Saved, Workspace
+from mok.kernels.launch_backward import BackwardPlan, Needs
+from mok.ops import Inputs, run_backward
+from mok.ops import Problem as HostProblem
+
+PLAN = BackwardPlan(
+    num_sms=2, ring_tiles=4, group_tiles=1, parts=2, block_m=BLOCK, block_n=2 * BLOCK, block_k=BLOCK, slice=BLOCK // 2, block_h=32, num_warps=1
+)
+ALL = Needs()
+
+
+@dataclass
+class Result:
+    """Gradients of all tokens and all experts; None where not asked for."""
+
+    d_x: Tensor | None
+    d_weights: Tensor | None
+    gate: Tensor | None
+    up: Tensor | None
+    down: Tensor | None
+    shared: tuple[Tensor, ...] | None
+
+    def items(self):
+        values = dict(vars(self))
+        values.pop("shared")
+        for name, value in zip(("shared gate", "shared up", "shared down"), self.shared or (), strict=False):
+            values[name] = value
+        return {name: value for name, value in values.items() if value is not None}.items()
+
+
+def make_d_y(problem: Problem, seed: int = 99) -> Tensor:
+    return shared(torch.randn(problem.x_TH.shape, generator=torch.Generator().manual_seed(seed)).bfloat16())
+
+
+def expected(problem: Problem, d_y: Tensor, clamp: float | None = None, shared_clamp: float | None = None) -> Result:
+    """By the executor; the shared experts by its rows, their d_x added as the first term of the sum (one rounding more)."""
+    host = HostProblem(virtual_ranks(1)[0], Tuning(), problem.experts, clamp)
+    inputs = Inputs(problem.x_TH, problem.ids_TK, problem.weights_TK, problem.gate_EIH, problem.up_EIH, problem.down_EHI)
+    nothing = problem.x_TH.new_empty(0, problem.gate_EIH.shape[1])
+    d_x, d_weights, experts = run_backward(host, inputs, nothing, nothing, d_y, (True, True, True))
+    shared_grads = None
+    if problem.shared:
+        leaves = [t.clone().requires_grad_() for t in (problem.x_TH, *problem.shared)]
+        row_swiglu(*leaves, shared_clamp).backward(d_y.float())
+        d_x = (d_x.float() + leaves[0].grad.float()).bfloat16()
+        shared_grads = tuple(leaf.grad for leaf in leaves[1:])
+    return Result(d_x, d_weights, *experts, shared_grads)
+
+
+def torch_saved(problem: Problem, rows, local: range, part: slice, top_k: int, count: int) -> Saved:
+    """Shared gate and up of a rank, and nothing of the routed rows."""
+    width = problem.gate_EIH.shape[1]
+    x = problem.x_TH[part].float()
+    if problem.shared:
+        gate, up = ((x @ w.float().T).bfloat16() for w in problem.shared[:2])
+    else:
+        gate, up = (torch.empty(len(x), 8).bfloat16() for _ in range(2))
+    nothing = torch.empty(0, width).bfloat16()
+    return Saved(nothing, nothing, gate, up)
+
+
+def make_workspaces(problem: Problem, ranks: int, timeout_s: float) -> list[Workspace]:
+    most = max(part.stop - part.start for part in problem.split(ranks))
+    views = memory.virtual_memory(memory.backward_regions(most, problem.hidden, problem.experts, problem.top_k, ranks), ranks, CPU)
+    made = [Workspace(view, most, problem.hidden, problem.top_k, CPU, timeout_s, num_sms=2) for view in views]
+    for workspace in made:
+        for name in ("combine", "x", "d_y", "weights", "d_weights"):
+            workspace.memory.own[name].fill_(float("nan"))
+    return made
+
+
+def run(
+    problem: Problem, d_y: Tensor, ranks: int = 1, plan: BackwardPlan = PLAN, needs: Needs = ALL, clamp: float | None = None,
+    shared_clamp: float | None = None, saved: list[Saved] | None = None, mains: tuple[Tensor, ...] | None = None,
+    shared_mains: tuple[Tensor, ...] | None = None, timeout_s: float = 120.0, lose=None, **disturb,
+) -> Result:  # fmt: skip
+    """The whole backward on R virtual ranks, the programs of all ranks at the same time. `saved`, one per rank, is taken from a forward."""
+    workspaces = make_workspaces(problem, ranks, timeout_s)
+    schedules = make_schedules(problem, workspaces)
+    calls = []
+    for workspace, rows, part in zip(workspaces, schedules, problem.split(ranks), strict=True):
+        local = host_schedule.local_experts(problem.experts, ranks, workspace.memory.rank)
+        mine = slice(local.start, local.stop)
+        kept = saved[workspace.memory.rank] if saved else torch_saved(problem, rows, local, part, problem.top_k, 0)
+        x, dy, weights = (shared(t[part].clone()) for t in (problem.x_TH, d_y, problem.weights_TK))
+        for name, value in (("x", x), ("d_y", dy), ("weights", weights.reshape(-1))):
+            workspace.memory.own[name][: value.shape[0]] = value
+        call = launch_backward.prepare(
+            workspace, rows, kept, dy, x, weights, problem.gate_EIH[mine], problem.up_EIH[mine], problem.down_EHI[mine],
+            problem.shared, clamp, shared_clamp, needs=needs, plan=plan,
+            main_grads=tuple(m[mine] for m in mains) if mains else None, shared_main_grads=shared_mains,
+        )  # fmt: skip
+        for buffer in workspace.scratch.values():
+            buffer.share_memory_()
+            buffer.fill_(0 if buffer.dtype == torch.int32 else float("nan"))
+        for tensor in (*(call.experts or ()), *(call.shared or ()), call.shared_d_x):
+            if tensor is not None:
+                tensor.share_memory_().fill_(float("nan"))
+        groups.plan_kernel[(1,)](**call.plan)
+        calls.append(call)
+    hook = None if lose is None else lose([call.kernel for call in calls])
+    run_concurrently(backward_kernel, plan.num_sms, [call.kernel for call in calls], lose=hook, **disturb)
+    for workspace in workspaces:
+        workspace.check()
+    parts = [
+        launch_backward.gather(w, call, problem.ids_TK[part], problem.experts, needs)
+        for w, call, part in zip(workspaces, calls, problem.split(ranks), strict=True)
+    ]
+    join = lambda values: None if values[0] is None else torch.cat(values)  # noqa: E731
+    experts = [None] * 3
+    if parts[0].experts is not None:
+        experts = [torch.cat([p.experts[i] for p in parts]) for i in range(3)]
+    shared_grads = None
+    if parts[0].shared is not None:  # every rank's share of the sum over all tokens
+        shared_grads = parts[0].shared if ranks == 1 else tuple(sum(p.shared[i].float() for p in parts) for i in range(3))
+    return Result(join([p.d_x_TH for p in parts]), join([p.d_weights_TK for p in parts]), *experts, shared_grads)
+
+
+def assert_near(got: Result, want: Result, limit: float = 8e-3) -> None:
+    wanted = dict(want.items())
+    for name, value in got.items():
+        a, b = value.float(), wanted[name].float()
+        assert torch.isfinite(a).all(), f"{name} is not finite"
+        rows = a.dim() > 1 and name in ("d_x", "d_weights")
+        error = (a - b).norm(dim=1) / b.norm(dim=1).clamp(min=1e-2) if rows else (a - b).norm() / b.norm().clamp(min=1e-3)
+        assert float(error.max() if error.numel() else 0) < limit, f"{name}: relative error {float(error.max()):.2e}"
+
+
+def assert_equal(got: Result, want: Result, what: object) -> None:
+    wanted = dict(want.items())
+    assert dict(got.items()).keys() == wanted.keys(), what
+    for name, value in got.items():
+        differs = (value != wanted[name]).nonzero()
+        assert not len(differs), f"{what}: {name} differs first at {differs[0].tolist()}, in {len(differs)} elements"
+
+
+# ---- the order of work ----
+
+
+@triton.jit
+def decode_kernel(
+    out_ptr, table_ptr, tile_expert_ptr, expert_tile_ptr, saved_tiles, shared_tiles,
+    PARTS: tl.constexpr, GATE_UPS: tl.constexpr, HIDDENS: tl.constexpr, D_XS: tl.constexpr, D_WEIGHTS: tl.constexpr,
+    SHARED_HIDDENS: tl.constexpr, SHARED_D_XS: tl.constexpr,
+):  # fmt: skip
+    total = tl.load(table_ptr + groups.HEADER + tl.load(table_ptr) * groups.ROW + groups.TICKET)
+    group = 0
+    for ticket in range(total):
+        ticket += 0 * total
+        group = groups.find_group(ticket, group, table_ptr)
+        kind, tile, part, expert = groups.decode_ticket(
+            ticket, group, table_ptr, tile_expert_ptr, expert_tile_ptr, saved_tiles, shared_tiles,
+            PARTS, GATE_UPS, HIDDENS, D_XS, D_WEIGHTS, SHARED_HIDDENS, SHARED_D_XS,
+        )  # fmt: skip
+        tl.store(out_ptr + ticket * 5, group)
+        tl.store(out_ptr + ticket * 5 + 1, kind)
+        tl.store(out_ptr + ticket * 5 + 2, tile)
+        tl.store(out_ptr + ticket * 5 + 3, part)
+        tl.store(out_ptr + ticket * 5 + 4, expert)
+
+
+def plan_of(tiles_L, target, most, parts=1, gate_ups=0, hiddens=1, d_xs=1, d_weights=1, saved_tiles=10**6, shared_tiles=0, shared=(0, 0, 0)):
+    """-> (groups as rows of the table, expert_tile, tasks)."""
+    count, total = len(tiles_L), sum(tiles_L)
+    tokens = torch.tensor([t * 2 for t in tiles_L], dtype=torch.int32)
+    table = torch.full((groups.HEADER.value + (total + 3) * groups.ROW.value,), -7, dtype=torch.int32)
+    expert_tile = torch.zeros(count + 1, dtype=torch.int32)
+    tile_expert = torch.repeat_interleave(torch.arange(count), torch.tensor(tiles_L, dtype=torch.int64)).to(torch.int32)
+    per = dict(PARTS=parts, GATE_UPS=gate_ups, HIDDENS=hiddens, D_XS=d_xs, D_WEIGHTS=d_weights)
+    groups.plan_kernel[(1,)](
+        tokens, table, expert_tile, count, saved_tiles, shared_tiles * (shared[0] + shared[1]) + shared[2], TARGET=target, MOST=most, BLOCK_M=2, **per
+    )
+    rows = table[groups.HEADER.value :].view(-1, groups.ROW.value)[: int(table[0]) + 1].tolist()
+    out = torch.zeros(max(rows[-1][0], 1), 5, dtype=torch.int32)
+    decode_kernel[(1,)](
+        out, table, tile_expert if total else table, expert_tile, saved_tiles, shared_tiles, **per, SHARED_HIDDENS=shared[0], SHARED_D_XS=shared[1]
+    )
+    return rows, expert_tile.tolist(), [tuple(row) for row in out[: rows[-1][0]].tolist()]
+
+
+def case_groups_example():
+    """The numbers of the module's text."""
+    rows, expert_tile, _ = plan_of([1, 2, 0, 5], 2, 3)
+    assert expert_tile == [0, 1, 3, 3, 8]
+    assert [(row[1], row[2], row[3]) for row in rows[:-1]] == [(0, 0, 2), (3, 2, 4), (6, 3, 4)] and rows[-1][1] == 8
+    assert [row[5] for row in rows[:-1]] == [-1, -1, 1]
+
+
+def case_ticket_order():
+    """Every task once, nothing before what it waits for, for many loads of experts and sizes of rings."""
+    g = torch.Generator().manual_seed(0)
+    loads = [[], [0], [3], [0, 0, 0], [5, 0, 1], [1] * 4, [0, 9, 0, 1, 14, 2], torch.randint(0, 6, (6,), generator=g).tolist()]
+    names = {k: getattr(groups, k).value for k in ("PULL", "GATE_UP", "HIDDEN", "D_X", "D_WEIGHT", "SHARED_HIDDEN", "SHARED_D_X", "SHARED_D_WEIGHT")}
+    kinds = {v: k for k, v in names.items()}
+    for tiles_L in loads:
+        total = sum(tiles_L)
+        for target, most, parts, ups, hiddens, d_xs, weights, saved_tiles, shared_tiles, shared in [
+            (2, 3, 1, 0, 1, 1, 1, 10**6, 0, (0, 0, 0)), (4, 8, 2, 3, 2, 3, 5, 0, 3, (2, 1, 4)), (1, 1, 2, 1, 2, 1, 2, 4, 0, (0, 0, 0)),
+            (40, 100, 1, 2, 3, 0, 2, 3, 2, (2, 0, 3)), (3, 6, 4, 0, 1, 2, 0, 10**6, 0, (0, 0, 0)), (2, 5, 0, 0, 0, 0, 0, 0, 2, (1, 1, 1)),
+        ]:  # fmt: skip
+            rows, expert_tile, order = plan_of(
+                tiles_L, target, most, parts, ups, hiddens, d_xs, weights, saved_tiles, shared_tiles, shared
+            )  # fmt: skip
+            place = {(kinds[kind], *task): i for i, (group, kind, *task) in enumerate(order)}
+            cut = [(g, row) for g, row in enumerate(rows[:-1])]
+            wanted = [("PULL", t, p, -1) for t in range(total) for p in range(parts)]
+            got = [(k, t, p, -1) if k == "PULL" else (k, -1, p, (group, e)) if k == "D_WEIGHT" else (k, t, p, -1 if k.startswith("SHARED") else e)
+                   for group, k, t, p, e in ((g, kinds[k], t, p, e) for g, k, t, p, e in order)]  # fmt: skip
+            expert_of = [e for e, n in enumerate(tiles_L) for _ in range(n)]
+            for kind, per in (("GATE_UP", ups), ("HIDDEN", hiddens), ("D_X", d_xs)):
+                wanted += [(kind, t, p, expert_of[t]) for t in range(saved_tiles if kind == "GATE_UP" else 0, total) for p in range(per)]
+            wanted += [("D_WEIGHT", -1, p, (g, e)) for g, row in cut for e in range(row[2], row[3]) for p in range(weights)]
+            wanted += [(k, t, p, -1) for k, per in (("SHARED_HIDDEN", shared[0]), ("SHARED_D_X", shared[1])) for t in range(shared_tiles) for p in range(per)]
+            wanted += [("SHARED_D_WEIGHT", 0, p, -1) for p in range(shared[2])]
+            assert sorted(map(str, got)) == sorted(map(str, wanted)), (tiles_L, target, most)
+            # every expert's tiles are covered by the groups it is in, in order; an empty one is in exactly one group
+            for e, n in enumerate(tiles_L):
+                inside = [(max(row[1], expert_tile[e]), min(rows[g + 1][1], expert_tile[e + 1])) for g, row in cut if row[2] <= e < row[3]]
+                assert sum(b - a for a, b in inside) == n and (n > 0 or len(inside) == 1), (tiles_L, e, inside)
+                assert all(b > a for a, b in inside) or n == 0
+            ends_within = [g for g in range(len(cut)) if 0 < rows[g + 1][1] < total and expert_of[rows[g + 1][1]] == expert_of[rows[g + 1][1] - 1]]
+            begins_within = [g + 1 for g in ends_within]
+            for g in set(ends_within) & set(begins_within):  # then it is one expert all along
+                assert len({expert_of[t] for t in range(rows[g][1], rows[g + 1][1])}) == 1, (tiles_L, target, most, g)
+            assert all(rows[g + 1][1] - rows[g][1] <= most for g in range(len(cut)))
+            ring, group_of = 2 * most, [g for g in range(len(cut)) for _ in range(rows[g + 1][1] - rows[g][1])]
+            compute = [[i for i, task in enumerate(order) if task[0] == g and 2 <= task[1] <= 5] for g in range(len(cut))]
+            assert [len(c) for c in compute] == [row[4] for row in rows[:-1]]
+            for i, (group, kind, tile, _, expert) in enumerate(order):
+                name, needs = kinds[kind], []
+                if name == "PULL" and tile >= ring:
+                    needs = compute[group_of[tile - ring]]
+                    assert group_of[tile - ring] < group or group == 0
+                elif name in ("GATE_UP", "HIDDEN"):
+                    needs = [place["PULL", tile, p, 0] for p in range(parts)]
+                    if name == "HIDDEN" and tile >= saved_tiles:
+                        needs += [place["GATE_UP", tile, p, expert] for p in range(ups)]
+                elif name == "D_X":
+                    needs = [place["HIDDEN", tile, p, expert] for p in range(hiddens)]
+                elif name == "D_WEIGHT":
+                    end = min(expert_tile[expert + 1], rows[group + 1][1])
+                    needs = [place["HIDDEN", t, p, expert] for t in range(expert_tile[expert], end) for p in range(hiddens)]
+                    if rows[group][5] >= 0:
+                        needs = needs + compute[rows[group][5]]
+                assert all(j < i for j in needs), (tiles_L, target, most, name, tile)
+
+
+def case_hidden_gradient_example():
+    """The numbers of the function's text."""
+    got = {}
+    for limit in (float("inf"), 0.5):
+        tensors = {n: torch.full((2, 8), v).bfloat16() for n, v in (("gate", 1.0), ("up", 2.0), ("d_gate", 0.0), ("d_up", 0.0), ("h", 0.0))}
+        out = torch.zeros(2)
+        descs = {n: triton.tools.tensor_descriptor.TensorDescriptor.from_tensor(t, [2, 8]) for n, t in tensors.items()}
+        example_kernel[(1,)](out, *descs.values(), limit, CLAMP=limit < 1)
+        got[limit] = [round(float(t[1, 3]), 3) for t in (tensors["d_gate"], tensors["d_up"], tensors["h"])] + [round(float(out[0]) / 8, 2)]
+    plain, clipped = got[float("inf")], got[0.5]
+    assert abs(plain[0] + 2.78) < 0.01 and abs(plain[1] + 1.10) < 0.01 and abs(plain[2] + 0.731) < 0.003 and abs(plain[3] - 4.39) < 0.03, plain
+    assert clipped[0] == 0 and clipped[1] == 0, clipped
+
+
+@triton.jit
+def example_kernel(out_ptr, gate_desc, up_desc, d_gate_desc, d_up_desc, h_desc, limit, CLAMP: tl.constexpr):
+    d_hidden = tl.full((2, 8), 3.0, tl.float32)
+    weight = tl.full((2,), -0.5, tl.float32)
+    d_w = hidden_gradient(d_hidden, gate_desc, up_desc, 0, d_gate_desc, d_up_desc, h_desc, 0, 0, weight, limit, CLAMP)
+    tl.store(out_ptr + tl.arange(0, 2), d_w)
+
+
+# ---- the kernel ----
+
+
+def case_near_the_executor():
+    """One rank, everything in the ring: all gradients near the executor's; zero, negative and tiny router weights, a masked slot."""
+    problem = Problem(1, 40, 48, 40, 3, 2)
+    problem.weights_TK[0], problem.weights_TK[1], problem.weights_TK[2] = 0.0, -0.5, 1e-8
+    problem.ids_TK[3] = torch.tensor([-1, 1])
+    d_y = make_d_y(problem)
+    got = run(problem, d_y, plan=replace(PLAN, ring_tiles=64))
+    assert_near(got, expected(problem, d_y))
+    assert got.d_weights[3, 0] == 0 and got.d_weights[0].abs().min() > 0
+
+
+def case_ranks_and_ring():
+    """R = 1, 2, 3, a ring smaller than the rows and than one expert, an expert without tokens: near the executor, the same bits for every R."""
+    problem = Problem(2, 75, 32, 24, 5, 2)
+    problem.ids_TK[problem.ids_TK == 3] = 1
+    problem.weights_TK = torch.randn(75, 2)
+    problem.ids_TK[:60, 0] = 2  # at least 60 rows: more than two tiles, the most of a group
+    d_y = make_d_y(problem)
+    want = expected(problem, d_y)
+    first = run(problem, d_y, plan=replace(PLAN, ring_tiles=64))
+    assert_near(first, want)
+    for grad in (first.gate, first.up, first.down):
+        assert not grad[3].any() and not torch.signbit(grad[3]).any()
+    for ranks in (1, 2, 3):
+        got = run(problem, d_y, ranks)
+        assert_equal(got, first, ranks)
+
+
+def case_knobs():
+    """Ring, group, parts, slices per tile, programs, C: none, some, all: no bit moves."""
+    problem = Problem(3, 60, 32, 40, 3, 2, shared_width=24)
+    d_y = make_d_y(problem)
+    _, _, saved = run_layer(problem, 1, saved_rows=10 * BLOCK)
+    first = run(problem, d_y, plan=replace(PLAN, ring_tiles=64))
+    assert_near(first, expected(problem, d_y))
+    for kept in (10 * BLOCK, 3 * BLOCK + 5):
+        some = replace(saved[0], gate_CI=saved[0].gate_CI[:kept].contiguous(), up_CI=saved[0].up_CI[:kept].contiguous())
+        assert_equal(run(problem, d_y, saved=[some]), first, kept)
+    for changes in (dict(ring_tiles=2), dict(ring_tiles=7, group_tiles=2, parts=1), dict(parts=4, num_sms=3), dict(num_sms=1), dict(block_n=BLOCK)):
+        got = run(problem, d_y, plan=replace(PLAN, **changes))
+        assert_equal(got, first, changes)
+
+
+def case_delays():
+    """Random delays at every atomic operation, one to three ranks: the same bits."""
+    problem = Problem(4, 36, 32, 16, 4, 2)
+    d_y = make_d_y(problem)
+    first = run(problem, d_y)
+    assert_near(first, expected(problem, d_y))
+    for seed in range(6):
+        got = run(problem, d_y, 1 + seed % 3, replace(PLAN, num_sms=1 + seed % 2, ring_tiles=2 + seed % 4), max_delay_s=0.004, seed=seed)
+        assert_equal(got, first, seed)
+
+
+def case_shared_and_clamp():
+    """Shared experts wider than the routed ones, clamps of their own, two ranks."""
+    problem = Problem(5, 40, 32, 24, 4, 2, masked=0.0, shared_width=40)
+    d_y = make_d_y(problem)
+    for clamp, shared_clamp in ((None, None), (0.25, 0.5), (0.25, None)):
+        want = expected(problem, d_y, clamp, shared_clamp)
+        assert_near(run(problem, d_y, clamp=clamp, shared_clamp=shared_clamp), want)
+    assert_near(run(problem, d_y, 2, clamp=0.25), want)
+
+
+def case_needs():
+    """Only what is asked for, with the same bits."""
+    problem = Problem(6, 30, 16, 24, 3, 1, shared_width=24)
+    d_y = make_d_y(problem)
+    whole = dict(run(problem, d_y).items())
+    for x in (False, True):
+        for weights in (False, True):
+            for experts in (False, True):
+                needs = Needs(x, weights, experts, shared=experts)
+                got = dict(run(problem, d_y, needs=needs).items())
+                names = [*["d_x"] * x, *["d_weights"] * weights, *["gate", "up", "down", "shared gate", "shared up", "shared down"] * experts]
+                assert sorted(got) == sorted(names), (needs, list(got))
+                assert all(torch.equal(value, whole[name]) for name, value in got.items()), needs
+
+
+def case_main_grads():
+    """Sums are added into fp32 accumulators, cut experts once; an idle expert's stays as it was."""
+    problem = Problem(7, 60, 32, 24, 3, 1, masked=0.0, shared_width=16)
+    problem.ids_TK[:] = 0
+    problem.ids_TK[:9] = 2
+    problem.weights_TK = torch.randn(60, 1)
+    d_y = make_d_y(problem)
+    plain = run(problem, d_y)
+    mains = tuple(shared(torch.full(w.shape, 7.0)) for w in (problem.gate_EIH, problem.up_EIH, problem.down_EHI))
+    shared_mains = tuple(shared(torch.full(w.shape, -3.0)) for w in problem.shared)
+    for _ in range(2):
+        got = run(problem, d_y, mains=mains, shared_mains=shared_mains)
+        assert got.gate is None and got.shared is None and torch.equal(got.d_x, plain.d_x)
+    for main, grad in zip((*mains, *shared_mains), (plain.gate, plain.up, plain.down, *plain.shared), strict=True):
+        start = 7.0 if main.dim() == 3 else -3.0
+        assert torch.allclose((main - start) / 2, grad.float(), rtol=6e-3, atol=1e-5)
+    assert all((main[1] == 7).all() for main in mains)
+
+
+def case_extremes():
+    """All masked, all to one expert, no tokens, more ranks than experts."""
+    for ids, tokens, experts in ((-1, 20, 3), (2, 50, 3), (None, 0, 3), (None, 30, 2)):
+        problem = Problem(8, tokens, 24, 16, experts, 2, masked=0.0)
+        if ids is not None:
+            problem.ids_TK.fill_(ids)
+            problem.weights_TK = torch.rand(tokens, 2)
+        d_y = make_d_y(problem)
+        for ranks in (1, 3) if experts == 2 else (1, 2):
+            assert_near(run(problem, d_y, ranks), expected(problem, d_y))
+
+
+def case_lost_signal_ends_in_a_report():
+    """One part of d_gate of rank 1 gets lost: the wait gives up, says what it lacked, on every rank, and the kernel ends."""
+    problem = Problem(9, 40, 32, 32, 4, 2)
+    d_y = make_d_y(problem)
+
+    def lose(launches):
+        ready = launches[1]["signals_ptr"].data_ptr() + 4 * (32 + 2 * launches[1]["max_tiles"])
+        return lambda address, nth: address == ready
+
+    start = time.monotonic()
+    try:
+        run(problem, d_y, 2, timeout_s=3e-3, lose=lose, deadline_s=50)
+        raise AssertionError("no error")
+    except FabricError as error:
+        assert re.search(r"rank 1, task 0: waited for d_gate_ready, expected \d, found 0", str(error)), error
+    assert time.monotonic() - start < 50
+
+
+def main() -> None:
+    chosen = sys.argv[1:]
+    results = {}
+    for name, case in list(globals().items()):
+        if name.startswith("case_") and (not chosen or name[5:] in chosen):
+            start = time.monotonic()
+            try:
+                case()
+                results[name[5:]] = ""
+            except BaseException:
+                results[name[5:]] = traceback.format_exc()
+            print(f"{name[5:]}: {'ok' if not results[name[5:]] else 'FAILED'} {time.monotonic() - start:.1f} s", file=sys.stderr)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
