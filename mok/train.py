@@ -43,6 +43,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from mok.config import MoEConfig, Tuning
+from mok.executor import exact
 from mok.model import HEAD_WIDTH, LanguageModel, ModelConfig, local
 from mok.router import balance_loss
 from mok.schedule import experts_per_rank, local_experts
@@ -54,7 +55,7 @@ BALANCE_WEIGHT = 1e-4
 CLIP_NORM = 1.0
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
-EVAL_BATCHES = 8
+EVAL_BATCHES = 16
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data"}
 """Of the standard library: other people's packages, tests, and two folders of tables and generated text."""
 
@@ -74,8 +75,8 @@ class Options:
         TrainError: naming the option, its value and the rule it breaks.
     """
 
-    steps: int = 600
-    batch: int = 32
+    steps: int = 400
+    batch: int = 16
     sequence: int = 256
     layers: int = 4
     hidden: int = 128
@@ -465,7 +466,8 @@ class Trainer:
         lr = learning_rate(self.steps_done, options.steps, options.lr)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
+        with exact():  # with several threads, where a shard is cut among them would move bits
+            self.optimizer.step()
         loads = []
         for moe in self.model.moe_blocks():
             loads.append(float(moe.tokens_per_expert.max() / moe.tokens_per_expert.double().mean()))
@@ -790,9 +792,11 @@ def train(options: Options, run: Path, resume: bool) -> int:
     elif (launched() or (0, 1))[0] == 0:
         _create(run, options, text)
     if launched():
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=_timeout(options))
         try:
-            return _run(options, run, text, checkpoint, Ranks(dist.group.WORLD), _Stop())
+            code = _run(options, run, text, checkpoint, Ranks(dist.group.WORLD), _Stop())
+            dist.barrier()
+            return code
         finally:
             dist.destroy_process_group()
     if options.ranks == 1:
@@ -819,11 +823,11 @@ def _spawn(options: Options, run: Path, text: Text, checkpoint: Path | None) -> 
     from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
     context = multiprocessing.get_context("spawn")
-    stop, outcome = context.Event(), context.Value("i", 0)
+    stop, outcome, end = context.Event(), context.Value("i", 0), context.Barrier(options.ranks)
     with tempfile.TemporaryDirectory(prefix="mok-") as folder:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # inherited
-        arguments = (options, run, text.digest, checkpoint, f"file://{folder}/rendezvous", stop, outcome, os.getpid())
+        arguments = (options, run, text.digest, checkpoint, f"file://{folder}/rendezvous", stop, outcome, end, os.getpid())
         ranks = start_processes(_rank, arguments, nprocs=options.ranks, join=False, start_method="spawn")
         assert ranks is not None
         _Stop(stop.set, lambda: _kill(ranks.processes))
@@ -831,10 +835,15 @@ def _spawn(options: Options, run: Path, text: Text, checkpoint: Path | None) -> 
             while not ranks.join(timeout=1.0, grace_period=5.0):
                 pass
         except ProcessRaisedException as error:
-            raise TrainError(f"rank {error.error_index} failed: {str(error).strip()}") from None
+            _, own, message = str(error).rpartition(f"{__name__}.TrainError: ")
+            raise TrainError(message.strip() if own else f"rank {error.error_index} failed: {message.strip()}") from None
         except ProcessExitedException as error:
             raise TrainError(f"rank {error.error_index} died: {str(error).strip()}") from None
     return int(outcome.value)
+
+
+def _timeout(options: Options) -> datetime.timedelta:
+    return datetime.timedelta(seconds=options.tuning().timeout_s)
 
 
 def _kill(processes: list[Any]) -> None:
@@ -843,7 +852,16 @@ def _kill(processes: list[Any]) -> None:
 
 
 def _rank(
-    rank: int, options: Options, run: Path, text_digest: str, checkpoint: Path | None, rendezvous: str, stop: Any, outcome: Any, parent: int
+    rank: int,
+    options: Options,
+    run: Path,
+    text_digest: str,
+    checkpoint: Path | None,
+    rendezvous: str,
+    stop: Any,
+    outcome: Any,
+    end: Any,
+    parent: int,
 ) -> None:
     def look() -> bool:
         if os.getppid() != parent:
@@ -854,8 +872,12 @@ def _rank(
     if text.digest != text_digest:
         raise TrainError(f"the text changed while the ranks started ({text.source})")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=options.ranks)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=options.ranks, timeout=_timeout(options))
     code = _run(options, run, text, checkpoint, Ranks(dist.group.WORLD), look)
     if rank == 0:
         outcome.value = code
-    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # No rank closes its sockets while another may still read from them, and none runs the teardown of threads that others talk to.
+    end.wait(options.tuning().timeout_s)
+    os._exit(0)
