@@ -94,7 +94,8 @@ def exact(  # type: ignore[no-untyped-def]
 def random_ids(tokens: int, experts: Sequence[int], top_k: int = 2, seed: int = 0) -> Tensor:
     """Distinct experts out of the given ones for every token."""
     g = torch.Generator().manual_seed(seed)
-    return torch.tensor(list(experts))[torch.rand(tokens, len(experts), generator=g).argsort(1)[:, :top_k]].view(tokens, top_k)
+    chosen = torch.rand(tokens, len(experts), generator=g).argsort(1)[:, :top_k]
+    return torch.tensor(list(experts))[chosen].clone(memory_format=torch.contiguous_format)  # the usual strides for 0 and 1 tokens too
 
 
 def ids_of_counts(counts: Sequence[int], seed: int = 0) -> Tensor:
