@@ -126,6 +126,7 @@ def run(
             if tensor is not None:
                 tensor.share_memory_().fill_(float("nan"))
         groups.plan_kernel[(1,)](**call.plan)
+        groups.list_kernel[(2,)](**call.tasks)
         calls.append(call)
     hook = None if lose is None else lose([call.kernel for call in calls])
     run_concurrently(backward_kernel, plan.num_sms, [call.kernel for call in calls], lose=hook, **disturb)
@@ -166,50 +167,30 @@ def assert_equal(got: Result, want: Result, what: object) -> None:
 # ---- the order of work ----
 
 
-@triton.jit
-def decode_kernel(
-    out_ptr, table_ptr, tile_expert_ptr, expert_tile_ptr, saved_tiles, shared_tiles,
-    PARTS: tl.constexpr, GATE_UPS: tl.constexpr, HIDDENS: tl.constexpr, D_XS: tl.constexpr, D_WEIGHTS: tl.constexpr,
-    SHARED_HIDDENS: tl.constexpr, SHARED_D_XS: tl.constexpr,
-):  # fmt: skip
-    total = tl.load(table_ptr + groups.HEADER + tl.load(table_ptr) * groups.ROW + groups.TICKET)
-    group = 0
-    for ticket in range(total):
-        ticket += 0 * total
-        group = groups.find_group(ticket, group, table_ptr)
-        kind, tile, part, expert = groups.decode_ticket(
-            ticket, group, table_ptr, tile_expert_ptr, expert_tile_ptr, saved_tiles, shared_tiles,
-            PARTS, GATE_UPS, HIDDENS, D_XS, D_WEIGHTS, SHARED_HIDDENS, SHARED_D_XS,
-        )  # fmt: skip
-        tl.store(out_ptr + ticket * 5, group)
-        tl.store(out_ptr + ticket * 5 + 1, kind)
-        tl.store(out_ptr + ticket * 5 + 2, tile)
-        tl.store(out_ptr + ticket * 5 + 3, part)
-        tl.store(out_ptr + ticket * 5 + 4, expert)
-
-
-def plan_of(tiles_L, target, most, parts=1, gate_ups=0, hiddens=1, d_xs=1, d_weights=1, saved_tiles=10**6, shared_tiles=0, shared=(0, 0, 0)):
-    """-> (groups as rows of the table, expert_tile, tasks)."""
-    count, total = len(tiles_L), sum(tiles_L)
+def plan_of(tiles_L, target, most, sizes=(4, 2, 0), weights=True, parts=1, gate_ups=0, hiddens=1, d_xs=1, saved_tiles=10**6, shared_tiles=0, shared=(0, 0)):
+    """-> (groups as rows of the table, expert_tile, tasks as records, how many weight tasks an expert and the shared ones have). Tiles of 2 x 4."""
+    count, total, (hidden, width, shared_width) = len(tiles_L), sum(tiles_L), sizes
+    cdiv = triton.cdiv
+    of_weights = lambda width: (2 * cdiv(width, 2) * cdiv(hidden, 4) + cdiv(hidden, 2) * cdiv(width, 4)) if weights else 0  # noqa: E731
     tokens = torch.tensor([t * 2 for t in tiles_L], dtype=torch.int32)
     table = torch.full((groups.HEADER.value + (total + 3) * groups.ROW.value,), -7, dtype=torch.int32)
     expert_tile = torch.zeros(count + 1, dtype=torch.int32)
     tile_expert = torch.repeat_interleave(torch.arange(count), torch.tensor(tiles_L, dtype=torch.int64)).to(torch.int32)
-    per = dict(PARTS=parts, GATE_UPS=gate_ups, HIDDENS=hiddens, D_XS=d_xs, D_WEIGHTS=d_weights)
-    groups.plan_kernel[(1,)](
-        tokens, table, expert_tile, count, saved_tiles, shared_tiles * (shared[0] + shared[1]) + shared[2], TARGET=target, MOST=most, BLOCK_M=2, **per
-    )
+    per = dict(PARTS=parts, GATE_UPS=gate_ups, HIDDENS=hiddens, D_XS=d_xs, D_WEIGHTS=of_weights(width))
+    shared_tasks = shared_tiles * sum(shared) + of_weights(shared_width)
+    groups.plan_kernel[(1,)](tokens, table, expert_tile, count, saved_tiles, shared_tasks, TARGET=target, MOST=most, BLOCK_M=2, **per)
     rows = table[groups.HEADER.value :].view(-1, groups.ROW.value)[: int(table[0]) + 1].tolist()
-    out = torch.zeros(max(rows[-1][0], 1), 5, dtype=torch.int32)
-    decode_kernel[(1,)](
-        out, table, tile_expert if total else table, expert_tile, saved_tiles, shared_tiles, **per, SHARED_HIDDENS=shared[0], SHARED_D_XS=shared[1]
-    )
-    return rows, expert_tile.tolist(), [tuple(row) for row in out[: rows[-1][0]].tolist()]
+    records = torch.zeros(max(rows[-1][0], 1), groups.RECORD.value, dtype=torch.int32)
+    groups.list_kernel[(3,)](
+        records, table, tile_expert if total else table, expert_tile, (tokens - 1).clamp(min=0), saved_tiles, shared_tiles, 2 * shared_tiles - 1,
+        H=hidden, I=width, S=shared_width, RING=2 * most, BLOCK_M=2, BLOCK_N=4, SHARED_HIDDENS=shared[0], SHARED_D_XS=shared[1], BLOCK=64, **per,
+    )  # fmt: skip
+    return rows, expert_tile.tolist(), records[: rows[-1][0]].tolist(), (of_weights(width), of_weights(shared_width))
 
 
 def case_groups_example():
     """The numbers of the module's text."""
-    rows, expert_tile, _ = plan_of([1, 2, 0, 5], 2, 3)
+    rows, expert_tile, _, _ = plan_of([1, 2, 0, 5], 2, 3)
     assert expert_tile == [0, 1, 3, 3, 8]
     assert [(row[1], row[2], row[3]) for row in rows[:-1]] == [(0, 0, 2), (3, 2, 4), (6, 3, 4)] and rows[-1][1] == 8
     assert [row[5] for row in rows[:-1]] == [-1, -1, 1]
@@ -223,24 +204,33 @@ def case_ticket_order():
     kinds = {v: k for k, v in names.items()}
     for tiles_L in loads:
         total = sum(tiles_L)
-        for target, most, parts, ups, hiddens, d_xs, weights, saved_tiles, shared_tiles, shared in [
-            (2, 3, 1, 0, 1, 1, 1, 10**6, 0, (0, 0, 0)), (4, 8, 2, 3, 2, 3, 5, 0, 3, (2, 1, 4)), (1, 1, 2, 1, 2, 1, 2, 4, 0, (0, 0, 0)),
-            (40, 100, 1, 2, 3, 0, 2, 3, 2, (2, 0, 3)), (3, 6, 4, 0, 1, 2, 0, 10**6, 0, (0, 0, 0)), (2, 5, 0, 0, 0, 0, 0, 0, 2, (1, 1, 1)),
+        for target, most, sizes, with_weights, parts, ups, hiddens, d_xs, saved_tiles, shared_tiles, shared in [
+            (2, 3, (4, 2, 0), True, 1, 0, 1, 1, 10**6, 0, (0, 0)), (4, 8, (10, 6, 7), True, 2, 3, 2, 3, 0, 3, (2, 1)),
+            (1, 1, (4, 4, 0), True, 2, 1, 2, 1, 4, 0, (0, 0)), (40, 100, (8, 4, 4), True, 1, 2, 3, 0, 3, 2, (2, 0)),
+            (3, 6, (4, 2, 0), False, 4, 0, 1, 2, 10**6, 0, (0, 0)), (2, 5, (4, 2, 2), False, 0, 0, 0, 0, 0, 2, (1, 1)),
+            (2, 4, (40, 70, 0), True, 1, 0, 18, 1, 10**6, 0, (0, 0)),
         ]:  # fmt: skip
-            rows, expert_tile, order = plan_of(
-                tiles_L, target, most, parts, ups, hiddens, d_xs, weights, saved_tiles, shared_tiles, shared
+            rows, expert_tile, records, (weights, shared_weights) = plan_of(
+                tiles_L, target, most, sizes, with_weights, parts, ups, hiddens, d_xs, saved_tiles, shared_tiles, shared
             )  # fmt: skip
-            place = {(kinds[kind], *task): i for i, (group, kind, *task) in enumerate(order)}
+            order = [(r[4], r[0], r[1], (r[2], r[5]) if "WEIGHT" in kinds[r[0]] else r[2], r[3]) for r in records]
+            place = {(kinds[kind], *(task[:2] if kinds[kind] == "PULL" else task)): i for i, (group, kind, *task) in enumerate(order)}
             cut = [(g, row) for g, row in enumerate(rows[:-1])]
+            places_of = lambda width: [  # noqa: E731
+                (which, (m << 16) + n) for which in range(3) for m in range(-(-(sizes[0] if which == 2 else width) // 2))
+                for n in range(-(-(width if which == 2 else sizes[0]) // 4))
+            ]  # fmt: skip
+            of_expert, of_shared = (places_of(width) if with_weights else [] for width in sizes[1:])
+            assert len(of_expert) == weights and len(of_shared) == shared_weights
             wanted = [("PULL", t, p, -1) for t in range(total) for p in range(parts)]
             got = [(k, t, p, -1) if k == "PULL" else (k, -1, p, (group, e)) if k == "D_WEIGHT" else (k, t, p, -1 if k.startswith("SHARED") else e)
                    for group, k, t, p, e in ((g, kinds[k], t, p, e) for g, k, t, p, e in order)]  # fmt: skip
             expert_of = [e for e, n in enumerate(tiles_L) for _ in range(n)]
             for kind, per in (("GATE_UP", ups), ("HIDDEN", hiddens), ("D_X", d_xs)):
                 wanted += [(kind, t, p, expert_of[t]) for t in range(saved_tiles if kind == "GATE_UP" else 0, total) for p in range(per)]
-            wanted += [("D_WEIGHT", -1, p, (g, e)) for g, row in cut for e in range(row[2], row[3]) for p in range(weights)]
+            wanted += [("D_WEIGHT", -1, p, (g, e)) for g, row in cut for e in range(row[2], row[3]) for p in of_expert]
             wanted += [(k, t, p, -1) for k, per in (("SHARED_HIDDEN", shared[0]), ("SHARED_D_X", shared[1])) for t in range(shared_tiles) for p in range(per)]
-            wanted += [("SHARED_D_WEIGHT", 0, p, -1) for p in range(shared[2])]
+            wanted += [("SHARED_D_WEIGHT", 0, p, -1) for p in of_shared]
             assert sorted(map(str, got)) == sorted(map(str, wanted)), (tiles_L, target, most)
             # every expert's tiles are covered by the groups it is in, in order; an empty one is in exactly one group
             for e, n in enumerate(tiles_L):
@@ -256,12 +246,12 @@ def case_ticket_order():
             compute = [[i for i, task in enumerate(order) if task[0] == g and 2 <= task[1] <= 5] for g in range(len(cut))]
             assert [len(c) for c in compute] == [row[4] for row in rows[:-1]]
             for i, (group, kind, tile, _, expert) in enumerate(order):
-                name, needs = kinds[kind], []
-                if name == "PULL" and tile >= ring:
-                    needs = compute[group_of[tile - ring]]
-                    assert group_of[tile - ring] < group or group == 0
+                name, needs, record = kinds[kind], [], records[i]
+                if name == "PULL":
+                    assert record[5] == (group_of[tile - ring] if tile >= ring else -1)
+                    needs = compute[record[5]] if tile >= ring else []
                 elif name in ("GATE_UP", "HIDDEN"):
-                    needs = [place["PULL", tile, p, 0] for p in range(parts)]
+                    needs = [place["PULL", tile, p] for p in range(parts)]
                     if name == "HIDDEN" and tile >= saved_tiles:
                         needs += [place["GATE_UP", tile, p, expert] for p in range(ups)]
                 elif name == "D_X":
@@ -269,8 +259,14 @@ def case_ticket_order():
                 elif name == "D_WEIGHT":
                     end = min(expert_tile[expert + 1], rows[group + 1][1])
                     needs = [place["HIDDEN", t, p, expert] for t in range(expert_tile[expert], end) for p in range(hiddens)]
+                    assert record[7] == len(needs) and tile == max(expert_tile[expert], rows[group][1])
+                    is_last = expert_tile[expert + 1] <= rows[group + 1][1]
+                    missing = 1 if is_last and tiles_L[expert] else 0  # the last row of every expert is padding here
+                    assert record[6] == 2 * (2 * (end - tile) - missing) + is_last, (record, end)
                     if rows[group][5] >= 0:
                         needs = needs + compute[rows[group][5]]
+                elif name == "SHARED_D_WEIGHT":
+                    assert record[7] == shared_tiles * shared[0] and record[6] == 2 * (2 * shared_tiles - 1) + 1
                 assert all(j < i for j in needs), (tiles_L, target, most, name, tile)
 
 

@@ -16,8 +16,6 @@ os.environ["TRITON_INTERPRET"] = "1"
 sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path.dirname(os.path.abspath(__file__))]
 
 import torch
-import triton
-import triton.language as tl
 from interpret import run_concurrently
 from torch import Tensor
 
@@ -27,8 +25,9 @@ from mok.fabric import FabricError
 from mok.kernels import launch, memory, signals
 from mok.kernels import schedule as device_schedule
 from mok.kernels.combine import combine
-from mok.kernels.forward import count_tickets, decode_ticket, forward_kernel
+from mok.kernels.forward import forward_kernel
 from mok.kernels.launch import ForwardPlan, Workspace
+from mok.kernels.tasks import DOWN, END, UP, max_tickets, tasks_kernel
 
 CPU = torch.device("cpu")
 BLOCK = 16  # tile height, slice width and depth of a step in these tests
@@ -119,10 +118,11 @@ def run_layer(
         )  # fmt: skip
         for buffer in workspace.scratch.values():
             buffer.share_memory_()
-            buffer.fill_(0 if buffer.dtype == torch.int32 else float("nan"))
+            buffer.fill_(float("nan") if buffer.dtype == torch.bfloat16 else 0)
         for tensor in [out, *(vars(kept).values() if kept else ())]:
             if tensor is not None:
                 tensor.share_memory_().fill_(float("nan"))
+        launch.write_tasks(workspace, arguments, rows)
         launches.append(arguments)
         shared_outs.append(out)
         saved.append(kept)
@@ -189,24 +189,19 @@ def case_expert_id_out_of_range():
         workspace.check()
 
 
-@triton.jit
-def decode_kernel(
-    out_ptr, count_ptr, num_tiles, shared_tiles, TILES: tl.constexpr, PARTS: tl.constexpr, UPS: tl.constexpr, DOWNS: tl.constexpr,
-    SHARED_UPS: tl.constexpr,
-):  # fmt: skip
-    total = count_tickets(num_tiles, shared_tiles, TILES, PARTS, UPS, DOWNS, SHARED_UPS)
-    tl.store(count_ptr, total)
-    for ticket in range(total):
-        kind, tile, part = decode_ticket(ticket + 0 * num_tiles, num_tiles, shared_tiles, TILES, PARTS, UPS, DOWNS, SHARED_UPS)
-        tl.store(out_ptr + ticket * 3, kind)
-        tl.store(out_ptr + ticket * 3 + 1, tile)
-        tl.store(out_ptr + ticket * 3 + 2, part)
-
-
 def decode_all(num_tiles, shared_tiles, tiles, parts, ups, downs, shared_ups) -> list[tuple[int, int, int]]:
-    out, count = torch.zeros(30000, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    decode_kernel[(1,)](out, count, num_tiles, shared_tiles, TILES=tiles, PARTS=parts, UPS=ups, DOWNS=downs, SHARED_UPS=shared_ups)
-    return [tuple(row) for row in out.view(-1, 3)[: int(count)].tolist()]
+    """The list as the device writes it; the experts of the tiles are 3, 4, 5, ..."""
+    most = max_tickets(num_tiles, shared_tiles, tiles, parts, ups, downs, shared_ups)
+    tasks, signals = torch.full((2 + most,), -1, dtype=torch.int64), torch.ones(300, dtype=torch.int32)
+    tasks_kernel[(2,)](
+        tasks, signals, torch.arange(3, 3 + max(num_tiles, 1), dtype=torch.int32), torch.tensor([num_tiles * BLOCK], dtype=torch.int32),
+        300, shared_tiles * BLOCK, TILES=tiles, PARTS=parts, UPS=ups, DOWNS=downs, SHARED_UPS=shared_ups, BLOCK_M=BLOCK, BLOCK=256,
+    )  # fmt: skip
+    count, *listed = tasks.tolist()
+    assert count <= most and listed[count] & 7 == END.value and not signals.any()
+    split = [(task & 7, task >> 31, task >> 3 & 4095, task >> 15 & 65535) for task in listed[:count]]
+    assert all(expert == (tile + 3 if kind in (UP.value, DOWN.value) else 0) for kind, tile, _, expert in split)
+    return [task[:3] for task in split]
 
 
 def case_ticket_order():
@@ -215,7 +210,7 @@ def case_ticket_order():
     got = decode_all(3, 0, 2, 1, 1, 1, 0)
     names = ["-", "P", "U", "D"]
     assert " ".join(f"{names[kind]}{tile}" if kind else "-" for kind, tile, _ in got) == "P0 P1 P2 - U0 U1 U2 D0 D1 D2", got
-    for tiles, parts, ups, downs, shared_ups in [(2, 1, 1, 1, 0), (4, 2, 3, 5, 2), (3, 4, 1, 2, 1), (32, 4, 2, 1, 1)]:
+    for tiles, parts, ups, downs, shared_ups in [(2, 1, 1, 1, 0), (4, 2, 3, 5, 2), (3, 4, 1, 2, 1), (8, 4, 2, 1, 1)]:
         for num_tiles in (0, 1, tiles - 1, tiles, tiles + 1, 2 * tiles, 3 * tiles - 1, 5 * tiles, 5 * tiles + 1):
             for shared_tiles in (0, 3) if shared_ups else (0,):
                 order = decode_all(num_tiles, shared_tiles, tiles, parts, ups, downs, shared_ups)

@@ -73,7 +73,16 @@ def step(group, batch: Batch, tuning: Tuning | None = None, cuts: list[int] | No
     fabric = host_fabric(group)
     b = batch.local(fabric.rank, fabric.size, cuts).leaves()
     out = mok.moe(
-        b.x, b.ids, b.weights, b.gate, b.up, b.down, clamp=b.clamp, num_experts=batch.experts, group=group, tuning=tuning or Tuning(timeout_s=30)
+        b.x,
+        b.ids,
+        b.weights,
+        b.gate,
+        b.up,
+        b.down,
+        clamp=b.clamp,
+        num_experts=batch.experts,
+        group=group,
+        tuning=tuning or Tuning(timeout_s=30),
     )
     out.backward(b.d_out)
     return {"out": out.detach(), **b.gradients()}

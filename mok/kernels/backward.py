@@ -32,23 +32,29 @@ from mok.kernels.gradients import (
     store_sum,
 )
 from mok.kernels.groups import (
+    AT,
+    AT_TILE,
     CARRY_AFTER,
     D_WEIGHT,
     D_X,
+    DEPTH,
+    END,
+    EXPECTED,
     GATE_UP,
     HEADER,
     HIDDEN,
+    OF_EXPERT,
+    OF_GROUP,
+    PART,
     PULL,
+    RECORD,
     ROW,
     SHARED_D_WEIGHT,
     SHARED_D_X,
     SHARED_HIDDEN,
     TASKS,
     TICKET,
-    TILE,
-    decode_ticket,
-    find_group,
-    swizzle,
+    take_ticket,
 )
 from mok.kernels.signals import (
     X_FREE,
@@ -80,19 +86,6 @@ def pull_weights(weights_ptr, weights_ptrs, ring_ptr, peer_rank_ptr, peer_token_
 
 
 @triton.jit
-def wait_for_place(tile, group, table_ptr, group_done_ptr, control_ptrs, rank, wait_limit, R: tl.constexpr, RING: tl.constexpr):
-    """The tile that had this tile's place in the rings is no longer read: its group, an earlier one, is done."""
-    ok = 1
-    if tile >= RING:
-        before = tile - RING
-        while tl.load(table_ptr + HEADER + group * ROW + TILE) > before:
-            group -= 1
-        tasks = tl.load(table_ptr + HEADER + group * ROW + TASKS)
-        ok = wait_for(group_done_ptr + group, tasks, control_ptrs, rank, tile, X_FREE, wait_limit, R).to(tl.int32)
-    return ok
-
-
-@triton.jit
 def pull_task(
     tile, part, saved_tiles, d_y_ptr, d_y_ptrs, x_ptr, x_ptrs, weights_ptr, weights_ptrs, peer_rank_ptr, peer_token_idx_ptr,
     ring_d_y_ptr, ring_x_ptr, ring_weights_ptr, x_ready_ptr,
@@ -114,38 +107,45 @@ def pull_task(
 
 
 @triton.jit
+def wait_for_group(group, table_ptr, group_done_ptr, control_ptrs, rank, task, what, wait_limit, R: tl.constexpr):
+    """All compute tasks of a group are done."""
+    tasks = tl.load(table_ptr + HEADER + group * ROW + TASKS)
+    return wait_for(group_done_ptr + group, tasks, control_ptrs, rank, task, what, wait_limit, R).to(tl.int32)
+
+
+@triton.jit
 def wait_for_inputs(
-    kind, tile, expert, group, saved_tiles, shared_tiles, table_ptr, expert_tile_ptr, control_ptrs,
+    kind, tile, expert, group, expected, cut, saved_tiles, shared_tiles, table_ptr, control_ptrs,
     x_ready_ptr, gate_ready_ptr, d_gate_ready_ptr, expert_ready_ptr, group_done_ptr, shared_ready_ptr, wait_limit,
     rank, R: tl.constexpr, PARTS: tl.constexpr, GATE_UPS: tl.constexpr, HIDDENS: tl.constexpr, SHARED_HIDDENS: tl.constexpr,
     CARRY: tl.constexpr,
 ):  # fmt: skip
-    """What a compute task reads is there, and what it overwrites is no longer read. dY and x of the shared experts are there from the start."""
+    """What a compute task reads is there, and what it overwrites is no longer read. dY and x of the shared experts are there from the start.
+
+    cut: a weight's gradient of which this group has not all rows.
+    """
     ok = 1
     if kind == GATE_UP:
         ok = wait_for(x_ready_ptr + tile, PARTS, control_ptrs, rank, tile, X_READY, wait_limit, R).to(tl.int32)
     elif kind == HIDDEN:
-        ok = wait_for(x_ready_ptr + tile, PARTS, control_ptrs, rank, tile, X_READY, wait_limit, R).to(tl.int32)
-        if (GATE_UPS > 0) & (tile >= saved_tiles) & (ok == 1):
+        if (GATE_UPS > 0) & (tile >= saved_tiles):  # and with them dY
             ok = wait_for(gate_ready_ptr + tile, GATE_UPS, control_ptrs, rank, tile, GATE_READY, wait_limit, R).to(tl.int32)
+        else:
+            ok = wait_for(x_ready_ptr + tile, PARTS, control_ptrs, rank, tile, X_READY, wait_limit, R).to(tl.int32)
     elif kind == D_X:
         ok = wait_for(d_gate_ready_ptr + tile, HIDDENS, control_ptrs, rank, tile, D_GATE_READY, wait_limit, R).to(tl.int32)
     elif kind == D_WEIGHT:
-        row = table_ptr + HEADER + group * ROW
-        first = tl.load(expert_tile_ptr + expert)
-        end = tl.load(expert_tile_ptr + expert + 1)
-        here = tl.minimum(end, tl.load(row + ROW + TILE))
-        ok = wait_for(expert_ready_ptr + expert, (here - first) * HIDDENS, control_ptrs, rank, expert, EXPERT_READY, wait_limit, R).to(tl.int32)
+        if expected > 0:
+            ok = wait_for(expert_ready_ptr + expert, expected, control_ptrs, rank, expert, EXPERT_READY, wait_limit, R).to(tl.int32)
         if CARRY:
-            after = tl.load(row + CARRY_AFTER)
-            if ((first < tl.load(row + TILE)) | (here < end)) & (after >= 0) & (ok == 1):
-                tasks = tl.load(table_ptr + HEADER + after * ROW + TASKS)
-                ok = wait_for(group_done_ptr + after, tasks, control_ptrs, rank, expert, GROUP_DONE, wait_limit, R).to(tl.int32)
+            if cut & (ok == 1):
+                after = tl.load(table_ptr + HEADER + group * ROW + CARRY_AFTER)
+                if after >= 0:
+                    ok = wait_for_group(after, table_ptr, group_done_ptr, control_ptrs, rank, expert, GROUP_DONE, wait_limit, R)
     elif kind == SHARED_D_X:
         ok = wait_for(shared_ready_ptr + tile, SHARED_HIDDENS, control_ptrs, rank, tile, D_GATE_READY, wait_limit, R).to(tl.int32)
     elif kind == SHARED_D_WEIGHT:
-        every = shared_tiles * SHARED_HIDDENS
-        ok = wait_for(shared_ready_ptr + shared_tiles, every, control_ptrs, rank, 0, EXPERT_READY, wait_limit, R).to(tl.int32)
+        ok = wait_for(shared_ready_ptr + shared_tiles, expected, control_ptrs, rank, 0, EXPERT_READY, wait_limit, R).to(tl.int32)
     order_copy_engine(tile)
     return ok
 
@@ -153,7 +153,7 @@ def wait_for_inputs(
 @triton.jit(do_not_specialize=["rank", "max_tiles", "num_local", "tokens", "saved_tiles", "wait_limit"])
 def backward_kernel(
     d_y_ptr, d_y_ptrs, x_ptr, x_ptrs, weights_ptr, weights_ptrs, d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, control_ptrs,
-    peer_rank_ptr, peer_token_idx_ptr, tile_expert_ptr, routes_per_expert_ptr, expert_tile_ptr, table_ptr,
+    peer_rank_ptr, peer_token_idx_ptr, expert_tile_ptr, table_ptr, list_ptr,
     ring_d_y_ptr, ring_x_ptr, ring_weights_ptr, partial_ptr, carry_ptr,
     ring_x_desc, gate_desc, up_desc,
     ring_d_y_desc, ring_d_gate_desc, ring_d_up_desc, down_kn_desc, gate_kn_desc, up_kn_desc,
@@ -183,28 +183,37 @@ def backward_kernel(
     shared_ready_ptr = group_done_ptr + max_tiles + 2
     shared_tiles = tl.cdiv(tokens, BLOCK_M) if S > 0 else 0
     total = tl.load(table_ptr + HEADER + tl.load(table_ptr) * ROW + TICKET)
-    group = 0
     lanes = tl.arange(0, THREADS)
-    ticket = tl.atomic_add(signals_ptr, 1, sem="relaxed", scope="gpu")
-    while ticket < total:
-        # One lane takes the next ticket now; nobody looks at it before this task is done.
+    ticket, kind = take_ticket(tl.atomic_add(signals_ptr + lanes, 1, mask=lanes == 0, sem="relaxed", scope="gpu"), lanes, list_ptr, total)
+    while kind != END:
+        # One lane takes the next ticket now; nobody looks at it before this task's sums are there.
         taken = tl.atomic_add(signals_ptr + lanes, 1, mask=lanes == 0, sem="relaxed", scope="gpu")
-        group = find_group(ticket, group, table_ptr)
-        kind, tile, part, expert = decode_ticket(
-            ticket, group, table_ptr, tile_expert_ptr, expert_tile_ptr, saved_tiles, shared_tiles,
-            PARTS, GATE_UPS, HIDDENS, D_XS, D_WEIGHTS, SHARED_HIDDENS, SHARED_D_XS,
-        )  # fmt: skip
+        record = list_ptr + ticket * RECORD
+        tile = tl.load(record + AT_TILE)
+        part = tl.load(record + PART)
+        expert = tl.load(record + OF_EXPERT)
+        group = tl.load(record + OF_GROUP)
+        at = tl.load(record + AT)
+        next_kind = kind
         ok = 1
         if kind == PULL:
-            ok = wait_for_place(tile, group, table_ptr, group_done_ptr, control_ptrs, rank, wait_limit, R, RING)
+            if at >= 0:
+                ok = wait_for_group(at, table_ptr, group_done_ptr, control_ptrs, rank, tile, X_FREE, wait_limit, R)
             if ok == 1:
                 pull_task(
                     tile, part, saved_tiles, d_y_ptr, d_y_ptrs, x_ptr, x_ptrs, weights_ptr, weights_ptrs, peer_rank_ptr, peer_token_idx_ptr,
                     ring_d_y_ptr, ring_x_ptr, ring_weights_ptr, x_ready_ptr, H, K, R, RING, NEED_EXPERTS, BLOCK_M, PARTS, BLOCK_H,
                 )  # fmt: skip
+            ticket, next_kind = take_ticket(taken, lanes, list_ptr, total)
         else:
+            depth = tl.load(record + DEPTH)
+            last = depth & 1
+            depth = depth >> 1
+            carried = False
+            if CARRY:
+                carried = (kind == D_WEIGHT) & (tile > tl.load(expert_tile_ptr + expert))
             ok = wait_for_inputs(
-                kind, tile, expert, group, saved_tiles, shared_tiles, table_ptr, expert_tile_ptr, control_ptrs,
+                kind, tile, expert, group, tl.load(record + EXPECTED), carried | (last == 0), saved_tiles, shared_tiles, table_ptr, control_ptrs,
                 x_ready_ptr, gate_ready_ptr, d_gate_ready_ptr, expert_ready_ptr, group_done_ptr, shared_ready_ptr, wait_limit,
                 rank, R, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, CARRY,
             )  # fmt: skip
@@ -213,19 +222,10 @@ def backward_kernel(
                     if NEED_EXPERTS | NEED_SHARED:
                         routed = kind == D_WEIGHT
                         width = I if S == 0 else tl.where(routed, I, S)
-                        tall = tl.cdiv(width, BLOCK_M) * tl.cdiv(H, BLOCK_N)  # tasks of the gradient of gate, or of up
-                        down = part >= 2 * tall
-                        up = (part >= tall) & (part < 2 * tall)
+                        down = part == 2
+                        up = part == 1
                         if routed:
-                            row = table_ptr + HEADER + group * ROW
-                            begin = tl.load(expert_tile_ptr + expert)
-                            end = tl.load(expert_tile_ptr + expert + 1)
-                            first = tl.maximum(begin, tl.load(row + TILE))
-                            last = (end <= tl.load(row + ROW + TILE)).to(tl.int32)
-                            routes = tl.load(routes_per_expert_ptr + expert)
-                            depth = tl.minimum((tl.load(row + ROW + TILE) - first) * BLOCK_M, routes - (first - begin) * BLOCK_M)
-                            carried = first > begin
-                            from_row = (first % RING) * BLOCK_M
+                            from_row = (tile % RING) * BLOCK_M
                             wrap = RING * BLOCK_M
                             if down:
                                 a_desc = ring_d_y_t_desc
@@ -240,9 +240,6 @@ def backward_kernel(
                                 b_desc = ring_x_n_desc
                                 out_ptr = d_gate_weight_ptr
                         else:
-                            last = 1
-                            depth = tokens
-                            carried = expert > 0  # it is 0
                             from_row = 0
                             wrap = 0x40000000
                             if down:
@@ -259,16 +256,15 @@ def backward_kernel(
                                 out_ptr = shared_d_gate_weight_ptr
                         rows = tl.where(down, H, width)
                         columns = tl.where(down, width, H)
-                        q = part - tl.where(down, 2 * tall, tl.where(up, tall, 0))
-                        m, n = swizzle(q, tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N))
-                        m *= BLOCK_M
-                        n *= BLOCK_N
+                        m = (at >> 16) * BLOCK_M
+                        n = (at & 65535) * BLOCK_N
                         carry_offset = tl.where(down, 2, tl.where(up, 1, 0)).to(tl.int64) * (I * H)
                         if CARRY:
                             weight_sum = load_sum(carry_ptr, carry_offset, m, n, rows, columns, carried, BLOCK_M, BLOCK_N)
                         else:
                             weight_sum = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
                         weight_sum = multiply_columns(a_desc, b_desc, weight_sum, from_row, wrap, depth, m, n, BLOCK_K)
+                        ticket, next_kind = take_ticket(taken, lanes, list_ptr, total)
                         out_offset = expert.to(tl.int64) * (I * H)
                         nothing = (depth <= 0).to(tl.int32)
                         wide = slices(weight_sum, BLOCK_M, BLOCK_N, STORE)
@@ -282,6 +278,7 @@ def backward_kernel(
                         to_row = (tile % RING) * BLOCK_M
                         b_row = expert * I + part * STORE
                         gate, up_value = gate_and_up(ring_x_desc, gate_desc, up_desc, to_row, b_row, H, BLOCK_M, STORE, BLOCK_K)
+                        ticket, next_kind = take_ticket(taken, lanes, list_ptr, total)
                         gates = slices(gate, BLOCK_M, STORE, SLICE)
                         ups = slices(up_value, BLOCK_M, STORE, SLICE)
                         for i in tl.static_range(STORE // SLICE):
@@ -325,6 +322,7 @@ def backward_kernel(
                                 left_desc = shared_d_up_desc
                                 right_desc = shared_up_kn_desc
                         acc = multiply_rows(left_desc, right_desc, acc, place, right_row, column, inner, BLOCK_K)
+                    ticket, next_kind = take_ticket(taken, lanes, list_ptr, total)
                     if hidden:
                         if kind == HIDDEN:
                             from_gate = saved_gate_desc
@@ -383,5 +381,4 @@ def backward_kernel(
                                 store_rows(pieces[i], shared_d_x_ptr, place, tokens, column + i * STORE, H, BLOCK_M, STORE)
                 if kind <= D_WEIGHT:
                     announce(group_done_ptr + group)
-        following = tl.sum(tl.where(lanes == 0, taken, 0), axis=0)
-        ticket = tl.where(ok == 1, following, total)
+        kind = tl.where(ok == 1, next_kind, END)

@@ -79,20 +79,21 @@ def store_hidden(
 
 
 @triton.jit
-def push_rows(
-    y, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr, row, column,
-    H: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Store a tile of y, row by row, into its slot at its source. Every slot has one writer; padding rows go nowhere."""
+def find_slots(peer_rank_ptr, peer_token_idx_ptr, row, BLOCK_M: tl.constexpr):
+    """Source rank (-1: padding) and slot of a tile's rows."""
     rows = row + tl.arange(0, BLOCK_M)
-    source = tl.load(peer_rank_ptr + rows)
-    slot = tl.load(peer_token_idx_ptr + rows)
+    return tl.load(peer_rank_ptr + rows), tl.load(peer_token_idx_ptr + rows)
+
+
+@triton.jit
+def push_rows(y, combine_ptr, combine_ptrs, source, slot, column, H: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Store a tile of y, row by row, into its slot at its source. Every slot has one writer; padding rows go nowhere."""
     if R == 1:
         slots = combine_ptr + slot.to(tl.int64) * H
     else:
         slots = peer_address(combine_ptrs, tl.maximum(source, 0), tl.bfloat16) + slot.to(tl.int64) * H
     columns = column + tl.arange(0, BLOCK_N)
-    tl.store(slots[:, None] + columns[None, :], rounded(y), mask=(source >= 0)[:, None] & (columns < H)[None, :])
+    tl.store(slots[:, None] + columns[None, :], y, mask=(source >= 0)[:, None] & (columns < H)[None, :])
 
 
 @triton.jit

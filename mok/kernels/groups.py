@@ -2,7 +2,7 @@
 
 A group is a run of tiles, whole experts where they fit: it is closed when it has TARGET tiles, and never has more than MOST. An expert that does
 not fit is cut; the sum that is cut lives on in memory, of which there is one copy, so a group that begins with the rest of a cut expert does
-not end within another one. `plan_kernel` writes the groups into a table once per backward; every program finds its task by arithmetic from it.
+not end within another one. `plan_kernel` writes the groups into a table, `list_kernel` every task's record, once per backward.
 
     pulls of group 0 | shared experts: hidden, d_x, weight gradients | group 0 | group 1 | ...
     group g: gate and up again (tiles that saved none), hidden, d_x, weight gradients; the pulls of group g + 1 are spread over its first part.
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 # Kinds of tasks.
+END = tl.constexpr(0)
 PULL = tl.constexpr(1)  # a part of a tile's dY, x and router weights
 GATE_UP = tl.constexpr(2)  # gate and up of a slice of I again
 HIDDEN = tl.constexpr(3)  # dY Wd of a slice of I, and the SwiGLU's gradient
@@ -37,6 +38,18 @@ EXPERT = tl.constexpr(2)
 EXPERT_END = tl.constexpr(3)
 TASKS = tl.constexpr(4)  # compute tasks
 CARRY_AFTER = tl.constexpr(5)  # the group whose end makes the memory for cut sums usable, or -1
+
+# A record of the list. For a weight's gradient TILE is the first tile of the rows, PART which weight (0 gate, 1 up, 2 down), COLUMN its column.
+RECORD = tl.constexpr(8)
+KIND = tl.constexpr(0)
+AT_TILE = tl.constexpr(1)
+PART = tl.constexpr(2)  # PULL: which part; a tile's task: which slice of columns
+OF_EXPERT = tl.constexpr(3)
+OF_GROUP = tl.constexpr(4)
+AT = tl.constexpr(5)  # weights: row * 65536 + column, in tiles; PULL: the group that must be done, or -1
+DEPTH = tl.constexpr(6)  # weights: rows to sum over, 2 * them + 1 if they are the last ones of their expert
+EXPECTED = tl.constexpr(7)  # weights: slices of d_gate that must be there
+BLOCK_TICKETS = 256
 
 BLOCK_TILES = tl.constexpr(16)  # rows of tiles worked on together, so that both operands stay in the L2 cache
 
@@ -125,82 +138,124 @@ def swizzle(q, rows, columns):
 
 
 @triton.jit
-def decode_tile(q, first, end, tile_expert_ptr, expert_tile_ptr, PER_TILE: tl.constexpr):
+def tiles_of_experts(q, first, end, tile_expert_ptr, expert_tile_ptr, live, PER_TILE: tl.constexpr):
     """The q-th task of a phase over the tiles first .. end with PER_TILE tasks each, expert by expert -> (tile, part, expert)."""
     COLUMNS: tl.constexpr = PER_TILE if PER_TILE > 0 else 1
-    expert = tl.load(tile_expert_ptr + first + q // COLUMNS)
-    own_first = tl.maximum(tl.load(expert_tile_ptr + expert), first)
-    own_end = tl.minimum(tl.load(expert_tile_ptr + expert + 1), end)
-    tile, part = swizzle(q - (own_first - first) * COLUMNS, own_end - own_first, COLUMNS)
+    expert = tl.load(tile_expert_ptr + first + q // COLUMNS, mask=live, other=0)
+    own_first = tl.maximum(tl.load(expert_tile_ptr + expert, mask=live, other=0), first)
+    own_end = tl.minimum(tl.load(expert_tile_ptr + expert + 1, mask=live, other=1), end)
+    tile, part = swizzle(q - (own_first - first) * COLUMNS, tl.maximum(own_end - own_first, 1), COLUMNS)
     return own_first + tile, part, expert
 
 
 @triton.jit
-def find_group(ticket, group, table_ptr):
-    """The group of a ticket, which is `group` or a later one. Tickets ahead of group 0 give 0."""
-    while ticket >= tl.load(table_ptr + HEADER + (group + 1) * ROW + TICKET):
-        group += 1
-    return group
+def tiles_of_weights(q, width, H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The q-th task of one expert's weight gradients -> (which weight, row * 65536 + column)."""
+    tall = tl.cdiv(width, BLOCK_M)
+    flat: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
+    which = tl.minimum(q // (tall * flat), 2)
+    rows = tl.where(which == 2, (H + BLOCK_M - 1) // BLOCK_M, tall)
+    columns = tl.where(which == 2, tl.cdiv(width, BLOCK_N), flat)
+    row, column = swizzle(q - which * (tall * flat), rows, columns)
+    return which, row * 65536 + column
+
+
+@triton.jit(do_not_specialize=["saved_tiles", "shared_tiles", "tokens"])
+def list_kernel(
+    list_ptr, table_ptr, tile_expert_ptr, expert_tile_ptr, routes_per_expert_ptr, saved_tiles, shared_tiles, tokens,
+    H: tl.constexpr, I: tl.constexpr, S: tl.constexpr, RING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr, GATE_UPS: tl.constexpr, HIDDENS: tl.constexpr, D_XS: tl.constexpr, D_WEIGHTS: tl.constexpr,
+    SHARED_HIDDENS: tl.constexpr, SHARED_D_XS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the record of every ticket. Any number of programs."""
+    PER_TILE: tl.constexpr = PARTS if PARTS > 0 else 1
+    PER_EXPERT: tl.constexpr = D_WEIGHTS if D_WEIGHTS > 0 else 1
+    groups = tl.load(table_ptr)
+    total = tl.load(table_ptr + HEADER + groups * ROW + TICKET)
+    for block in range(tl.program_id(0), tl.cdiv(total, BLOCK), tl.num_programs(0)):
+        ticket = block * BLOCK + tl.arange(0, BLOCK)
+        live = ticket < total
+        group = tl.zeros((BLOCK,), tl.int32) - 1
+        for g in range(groups):
+            group += (ticket >= tl.load(table_ptr + HEADER + g * ROW + TICKET)).to(tl.int32)
+        ahead = group < 0  # the pulls of group 0, and the shared experts
+        group = tl.maximum(group, 0)
+        row = table_ptr + HEADER + group * ROW
+        start = tl.load(row + TICKET)
+        first = tl.load(row + TILE)
+        end = tl.load(row + ROW + TILE)
+        tasks = tl.load(row + TASKS)
+        following = tl.load(row + ROW + TICKET)
+
+        q = tl.where(ahead, ticket - end * PARTS, ticket - start)
+        pulls = following - start - tasks
+        step = tasks * 3 // (4 * tl.maximum(pulls, 1)) + 1
+        pull = q // step
+        is_pull = tl.where(ahead, q < 0, (pull < pulls) & (q % step == 0))
+        pull = tl.where(ahead, ticket, pull)
+        q -= tl.where(ahead, 0, tl.minimum(pull + 1, pulls))
+        pulled = tl.where(ahead, 0, end) + pull // PER_TILE
+        owner = tl.zeros((BLOCK,), tl.int32) - 1  # the group of the tile that had the place before
+        for g in range(groups):
+            owner += (tl.load(table_ptr + HEADER + g * ROW + TILE) <= pulled - RING).to(tl.int32)
+
+        unsaved = tl.maximum(first, saved_tiles)
+        again = tl.maximum(end - unsaved, 0) * GATE_UPS
+        hidden = again + (end - first) * HIDDENS
+        d_x = hidden + (end - first) * D_XS
+        routed = live & (ahead == 0) & (is_pull == 0)
+        kind = tl.where(q < again, GATE_UP, tl.where(q < hidden, HIDDEN, tl.where(q < d_x, D_X, D_WEIGHT)))
+        tile_a, part_a, expert_a = tiles_of_experts(q, unsaved, end, tile_expert_ptr, expert_tile_ptr, routed & (kind == GATE_UP), GATE_UPS)
+        tile_h, part_h, expert_h = tiles_of_experts(
+            q - again, first, end, tile_expert_ptr, expert_tile_ptr, routed & (kind == HIDDEN), HIDDENS
+        )  # fmt: skip
+        tile_x, part_x, expert_x = tiles_of_experts(q - hidden, first, end, tile_expert_ptr, expert_tile_ptr, routed & (kind == D_X), D_XS)
+        tile = tl.where(kind == GATE_UP, tile_a, tl.where(kind == HIDDEN, tile_h, tile_x))
+        part = tl.where(kind == GATE_UP, part_a, tl.where(kind == HIDDEN, part_h, part_x))
+        expert = tl.where(kind == GATE_UP, expert_a, tl.where(kind == HIDDEN, expert_h, expert_x))
+        is_weight = routed & (kind == D_WEIGHT)
+        which, at = tiles_of_weights((q - d_x) % PER_EXPERT, I + q * 0, H, BLOCK_M, BLOCK_N)
+        expert = tl.where(is_weight, tl.load(row + EXPERT) + (q - d_x) // PER_EXPERT, expert)
+        begin = tl.load(expert_tile_ptr + expert, mask=is_weight, other=0)
+        finish = tl.load(expert_tile_ptr + expert + 1, mask=is_weight, other=0)
+        routes = tl.load(routes_per_expert_ptr + expert, mask=is_weight, other=0)
+        tile = tl.where(is_weight, tl.maximum(begin, first), tile)
+        depth = tl.minimum((end - tile) * BLOCK_M, routes - (tile - begin) * BLOCK_M)
+        depth = tl.maximum(depth, 0) * 2 + (finish <= end).to(tl.int32)
+        expected = (tl.minimum(finish, end) - begin) * HIDDENS
+        part = tl.where(is_weight, which, part)
+
+        if S > 0:
+            shared = ahead & (is_pull == 0)
+            hiddens = shared_tiles * SHARED_HIDDENS
+            d_xs = hiddens + shared_tiles * SHARED_D_XS
+            HS: tl.constexpr = SHARED_HIDDENS if SHARED_HIDDENS > 0 else 1
+            XS: tl.constexpr = SHARED_D_XS if SHARED_D_XS > 0 else 1
+            some = tl.maximum(shared_tiles, 1)
+            tile_h, part_h = swizzle(q, some, HS)
+            tile_x, part_x = swizzle(q - hiddens, some, XS)
+            which, shared_at = tiles_of_weights(q - d_xs, S + q * 0, H, BLOCK_M, BLOCK_N)
+            kind = tl.where(shared, tl.where(q < hiddens, SHARED_HIDDEN, tl.where(q < d_xs, SHARED_D_X, SHARED_D_WEIGHT)), kind)
+            tile = tl.where(shared, tl.where(q < hiddens, tile_h, tl.where(q < d_xs, tile_x, 0)), tile)
+            part = tl.where(shared, tl.where(q < hiddens, part_h, tl.where(q < d_xs, part_x, which)), part)
+            expert = tl.where(shared, 0, expert)
+            at = tl.where(shared, shared_at, at)
+            depth = tl.where(shared, tokens * 2 + 1, depth)
+            expected = tl.where(shared, hiddens, expected)
+
+        record = list_ptr + ticket * RECORD
+        tl.store(record + KIND, tl.where(is_pull, PULL, kind), mask=live)
+        tl.store(record + AT_TILE, tl.where(is_pull, pulled, tile), mask=live)
+        tl.store(record + PART, tl.where(is_pull, pull % PER_TILE, part), mask=live)
+        tl.store(record + OF_EXPERT, expert, mask=live)
+        tl.store(record + OF_GROUP, group, mask=live)
+        tl.store(record + AT, tl.where(is_pull, owner, at), mask=live)
+        tl.store(record + DEPTH, depth, mask=live)
+        tl.store(record + EXPECTED, expected, mask=live)
 
 
 @triton.jit
-def decode_ticket(
-    ticket, group, table_ptr, tile_expert_ptr, expert_tile_ptr, saved_tiles, shared_tiles,
-    PARTS: tl.constexpr, GATE_UPS: tl.constexpr, HIDDENS: tl.constexpr, D_XS: tl.constexpr, D_WEIGHTS: tl.constexpr,
-    SHARED_HIDDENS: tl.constexpr, SHARED_D_XS: tl.constexpr,
-):  # fmt: skip
-    """ticket -> (kind, tile, part, expert). For weight gradients part is the task within the expert, and tile means nothing."""
-    PER_TILE: tl.constexpr = PARTS if PARTS > 0 else 1
-    row = table_ptr + HEADER + group * ROW
-    start = tl.load(row + TICKET)
-    kind = PULL
-    tile = start * 0
-    part = start * 0
-    expert = start * 0
-    first = tl.load(row + TILE)
-    end = tl.load(row + ROW + TILE)
-    if ticket < start:  # group is 0
-        q = ticket - end * PARTS
-        shared = shared_tiles * SHARED_HIDDENS
-        if q < 0:
-            tile = ticket // PER_TILE
-            part = ticket % PER_TILE
-        elif q < shared:
-            kind = SHARED_HIDDEN
-            tile, part = swizzle(q, shared_tiles, SHARED_HIDDENS)
-        elif q < shared + shared_tiles * SHARED_D_XS:
-            kind = SHARED_D_X
-            tile, part = swizzle(q - shared, shared_tiles, SHARED_D_XS)
-        else:
-            kind = SHARED_D_WEIGHT
-            part = q - shared - shared_tiles * SHARED_D_XS
-    else:
-        tasks = tl.load(row + TASKS)
-        q = ticket - start
-        pulls = tl.load(row + ROW + TICKET) - start - tasks
-        step = tasks * 3 // (4 * tl.maximum(pulls, 1)) + 1
-        pull = q // step
-        if (pull < pulls) & (q % step == 0):
-            tile = end + pull // PER_TILE
-            part = pull % PER_TILE
-        else:
-            q -= tl.minimum(pull + 1, pulls)
-            unsaved = tl.maximum(first, saved_tiles)
-            again = tl.maximum(end - unsaved, 0) * GATE_UPS
-            hidden = again + (end - first) * HIDDENS
-            d_x = hidden + (end - first) * D_XS
-            if q < again:
-                kind = GATE_UP
-                tile, part, expert = decode_tile(q, unsaved, end, tile_expert_ptr, expert_tile_ptr, GATE_UPS)
-            elif q < hidden:
-                kind = HIDDEN
-                tile, part, expert = decode_tile(q - again, first, end, tile_expert_ptr, expert_tile_ptr, HIDDENS)
-            elif q < d_x:
-                kind = D_X
-                tile, part, expert = decode_tile(q - hidden, first, end, tile_expert_ptr, expert_tile_ptr, D_XS)
-            else:
-                PER_EXPERT: tl.constexpr = D_WEIGHTS if D_WEIGHTS > 0 else 1
-                kind = D_WEIGHT
-                expert = tl.load(row + EXPERT) + (q - d_x) // PER_EXPERT
-                part = (q - d_x) % PER_EXPERT
-    return kind, tile, part, expert
+def take_ticket(taken, lanes, list_ptr, total):
+    """The ticket taken ahead, by lane 0, and its task's kind; END when there is none left."""
+    ticket = tl.sum(tl.where(lanes == 0, taken, 0), axis=0)
+    return ticket, tl.load(list_ptr + ticket * RECORD + KIND, mask=ticket < total, other=END)

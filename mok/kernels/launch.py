@@ -21,6 +21,7 @@ from mok.kernels.forward import forward_kernel
 from mok.kernels.memory import PeerMemory
 from mok.kernels.schedule import DeviceSchedule, empty_schedule, max_tiles, sort_slots, write_rows
 from mok.kernels.signals import barrier
+from mok.kernels.tasks import BLOCK_TICKETS, max_tickets, tasks_kernel
 from mok.schedule import local_experts
 
 POLLS_PER_SECOND = 1_000_000  # a reading of a signal takes about a microsecond
@@ -42,7 +43,7 @@ class ForwardPlan:
     block_m: int = TILE_M
     block_n: int = 128
     block_k: int = 64
-    block_h: int = 1024
+    block_h: int = 512
     num_warps: int = 8
     num_stages: int = 4
     programs_per_sm: int = 1
@@ -176,11 +177,22 @@ def launch_kernel(
     args, saved, shared_out = kernel_arguments(
         workspace, rows, x_TH, gate_LIH, up_LIH, down_LHI, shared, clamp, shared_clamp, saved_rows, save, plan, hidden, width
     )
-    args["signals_ptr"].zero_()
+    write_tasks(workspace, args, rows)
     workspace.barrier()
     programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
     forward_kernel[(programs,)](**args, num_warps=plan.num_warps, num_stages=plan.num_stages)
     return shared_out, saved
+
+
+def write_tasks(workspace: Workspace, args: dict[str, object], rows: DeviceSchedule) -> None:
+    """The kernel's list of tasks, and signals at zero."""
+    tasks, signals, n = args["tasks_ptr"], args["signals_ptr"], args["BLOCK_N"]
+    programs = min(triton.cdiv(tasks.numel(), BLOCK_TICKETS), 2 * workspace.num_sms)
+    tasks_kernel[(programs,)](
+        tasks, signals, rows.tile_expert, rows.num_tokens, signals.numel(), args["tokens"],
+        TILES=args["TILES"], PARTS=args["PARTS"], UPS=triton.cdiv(args["I"], n), DOWNS=triton.cdiv(args["H"], 2 * n),
+        SHARED_UPS=triton.cdiv(args["S"], n), BLOCK_M=args["BLOCK_M"], BLOCK=BLOCK_TICKETS,
+    )  # fmt: skip
 
 
 def kernel_arguments(
@@ -204,12 +216,15 @@ def kernel_arguments(
     if save:
         empty = lambda count, columns: torch.empty(count, columns, dtype=bf16, device=workspace.device)  # noqa: E731
         saved = Saved(*(empty(saved_rows, width) for _ in range(2)), *(empty(tokens, max(shared_width, 8)) for _ in range(2)))
-    signals = workspace.take("signals", (32 + 3 * tiles + triton.cdiv(tokens, m),), torch.int32)
+    shared_tiles = triton.cdiv(tokens, m) if shared_width else 0
+    signals = workspace.take("signals", (32 + 3 * tiles + shared_tiles,), torch.int32)
+    ups, downs, shared_ups = triton.cdiv(width, n), triton.cdiv(hidden, 2 * n), triton.cdiv(shared_width, n)
+    most = max_tickets(tiles, shared_tiles, plan.minibatch_tiles, plan.parts, ups, downs, shared_ups)
+    tasks = workspace.take("tasks", (2 + most,), torch.int64)
     args: dict[str, object] = dict(
         x_ptr=x_TH, x_ptrs=memory.addresses["x"], combine_ptr=memory.own["combine"], combine_ptrs=memory.addresses["combine"],
         control_ptrs=memory.addresses["control"],
-        peer_rank_ptr=rows.peer_rank, peer_token_idx_ptr=rows.peer_token_idx, tile_expert_ptr=rows.tile_expert,
-        num_tokens_ptr=rows.num_tokens,
+        peer_rank_ptr=rows.peer_rank, peer_token_idx_ptr=rows.peer_token_idx, tasks_ptr=tasks,
         ring_ptr=x_ring, ring_x_desc=_rows(x_ring, m, k), ring_h_desc=_rows(h_ring, m, k), store_h_desc=_rows(h_ring, m, n),
         gate_desc=_rows(gate_LIH, n, k), up_desc=_rows(up_LIH, n, k), down_desc=_rows(down_LHI, n, k),
         save_gate_desc=_rows(saved.gate_CI if saved else h_ring, m, n), save_up_desc=_rows(saved.up_CI if saved else h_ring, m, n),

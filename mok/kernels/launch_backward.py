@@ -16,7 +16,7 @@ from torch import Tensor
 from mok.config import TILE_M
 from mok.kernels.backward import backward_kernel
 from mok.kernels.combine import combine
-from mok.kernels.groups import HEADER, ROW, plan_kernel
+from mok.kernels.groups import BLOCK_TICKETS, HEADER, RECORD, ROW, list_kernel, plan_kernel
 from mok.kernels.launch import Saved, Workspace, _rows
 from mok.kernels.schedule import DeviceSchedule
 
@@ -112,9 +112,10 @@ def ring_and_groups(plan: BackwardPlan, tiles: int, tasks: Tasks, num_sms: int) 
 
 @dataclass
 class Call:
-    """One backward, prepared: both kernels' arguments by name, and where the results will be."""
+    """One backward, prepared: the three kernels' arguments by name, and where the results will be."""
 
     plan: dict[str, object]
+    tasks: dict[str, object]
     kernel: dict[str, object]
     signals: Tensor
     experts: tuple[Tensor, Tensor, Tensor] | None
@@ -162,6 +163,9 @@ def prepare(
     partial = take("d_weights_parts", (triton.cdiv(width, n) * (n // s), ring * m), fp32)
     carry = take("carry", (3, width, hidden), fp32) if cut else weights_ring
     table = take("groups", (HEADER.value + (tiles + 3) * ROW.value,), torch.int32)
+    per_tile = tasks.parts + tasks.gate_ups + tasks.hiddens + tasks.d_xs
+    most_tasks = tiles * per_tile + (num_local + tiles // most) * tasks.d_weights + tasks.shared
+    tickets = take("tasks_backward", (max(most_tasks, 1) * RECORD.value,), torch.int32)
     expert_tile = take("expert_tile", (num_local + 1,), torch.int32)
     signals = take("signals", (32 + 4 * tiles + num_local + 2 + triton.cdiv(tokens, m) + 1,), torch.int32)
 
@@ -199,11 +203,17 @@ def prepare(
         tokens_per_expert_ptr=rows.tokens_per_expert, table_ptr=table, expert_tile_ptr=expert_tile, num_local=num_local, saved_tiles=saved_tiles,
         shared_tasks=tasks.shared, TARGET=target, MOST=most, BLOCK_M=m, **per,
     )  # fmt: skip
+    listing = dict(
+        list_ptr=tickets, table_ptr=table, tile_expert_ptr=rows.tile_expert, expert_tile_ptr=expert_tile,
+        routes_per_expert_ptr=rows.routes_per_expert, saved_tiles=saved_tiles, shared_tiles=triton.cdiv(tokens, m) if shared else 0, tokens=tokens,
+        H=hidden, I=width, S=shared_width, RING=ring, BLOCK_M=m, BLOCK_N=n, SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs,
+        BLOCK=BLOCK_TICKETS, **per,
+    )  # fmt: skip
     kernel: dict[str, object] = dict(
         d_y_ptr=d_y_TH, d_y_ptrs=addresses["d_y"], x_ptr=x_TH, x_ptrs=addresses["x"], weights_ptr=weights_TK, weights_ptrs=addresses["weights"],
         d_x_ptr=own["combine"], d_x_ptrs=addresses["combine"], d_weights_ptr=own["d_weights"], d_weights_ptrs=addresses["d_weights"],
         control_ptrs=addresses["control"], peer_rank_ptr=rows.peer_rank, peer_token_idx_ptr=rows.peer_token_idx,
-        tile_expert_ptr=rows.tile_expert, routes_per_expert_ptr=rows.routes_per_expert, expert_tile_ptr=expert_tile, table_ptr=table,
+        expert_tile_ptr=expert_tile, table_ptr=table, list_ptr=tickets,
         ring_d_y_ptr=d_y_ring, ring_x_ptr=x_ring, ring_weights_ptr=weights_ring, partial_ptr=partial, carry_ptr=carry,
         ring_x_desc=a(x_ring), gate_desc=_rows(gate_LIH, plan.store, k), up_desc=_rows(up_LIH, plan.store, k),
         ring_d_y_desc=a(d_y_ring), ring_d_gate_desc=a(d_gate_ring), ring_d_up_desc=a(d_up_ring),
@@ -231,7 +241,7 @@ def prepare(
         THREADS=32 * plan.num_warps, SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs, **per,
     )  # fmt: skip
     return Call(
-        groups, kernel, signals, None if main_grads else expert_grads, None if shared_main_grads else shared_grads, shared_d_x
+        groups, listing, kernel, signals, None if main_grads else expert_grads, None if shared_main_grads else shared_grads, shared_d_x
     )  # fmt: skip
 
 
@@ -270,6 +280,7 @@ def backward(
     )  # fmt: skip
     call.signals.zero_()
     plan_kernel[(1,)](**call.plan, num_warps=1)
+    list_kernel[(workspace.num_sms,)](**call.tasks)
     workspace.barrier()
     programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
     backward_kernel[(programs,)](**call.kernel, num_warps=plan.num_warps, num_stages=plan.num_stages, enable_fp_fusion=False)

@@ -21,6 +21,7 @@ from mok.fabric import Region, region_offsets
 # like the report. REPORT: a state (0 none, 1 being written, 2 complete) followed by five values.
 ABORT, EPOCH, HOST, REPORT, FLAGS = 0, 1, 2, 8, 32
 HOST_WORDS = 6
+GENERATION = 1 << 20
 REPORT_FIELDS = ("rank", "task", "what", "expected", "found")
 
 # What a wait was waiting for; an index into these names is what a report carries.
@@ -70,8 +71,13 @@ class PeerMemory:
         return dict(zip(REPORT_FIELDS, self.host[1:].tolist(), strict=True))
 
     def clear_failure(self) -> None:
-        """Make the next call an ordinary one; after the device has finished the failed one."""
+        """Make the next call an ordinary one, on every rank that does this once for the failure.
+
+        Ranks may have come to different numbers of barriers in the failed call, so all begin a new generation of a million of them.
+        """
         self.host.zero_()
+        epoch = self.own["control"][EPOCH]
+        epoch.copy_((epoch // GENERATION + 1) * GENERATION)
         self.own["control"][ABORT].zero_()
         self.own["control"][REPORT : REPORT + HOST_WORDS].zero_()
 

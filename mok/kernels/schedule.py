@@ -74,8 +74,8 @@ def place_kernel(ids_ptr, block_counts_ptr, starts_ptr, order_ptr, num_slots, E:
     for chunk in range(0, BLOCK_N, CHUNK):
         others = block * BLOCK_N + chunk + tl.arange(0, CHUNK)
         other_ids = tl.load(ids_ptr + others, mask=others < num_slots, other=-1).to(tl.int32)
-        same = (ids[:, None] == other_ids[None, :]) & (others[None, :] < slots[:, None])
-        earlier += tl.sum(same.to(tl.int32), axis=1)
+        same = (other_ids[:, None] == ids[None, :]) & (others[:, None] < slots[None, :])
+        earlier += tl.sum(same.to(tl.int32), axis=0)
     start = tl.load(starts_ptr + ids, mask=live, other=0) + tl.load(block_counts_ptr + block * E + ids, mask=live, other=0)
     tl.store(order_ptr + start + earlier, slots, mask=live)
 
@@ -165,7 +165,7 @@ def sort_slots(memory: PeerMemory, ids_TK: Tensor, num_experts: int) -> None:
     )
     if num_blocks:
         place_kernel[(num_blocks,)](
-            ids_TK, block_counts, memory.own["starts"], memory.own["order"], num_slots, E=num_experts, BLOCK_N=BLOCK_N, CHUNK=64, num_warps=8
+            ids_TK, block_counts, memory.own["starts"], memory.own["order"], num_slots, E=num_experts, BLOCK_N=BLOCK_N, CHUNK=16, num_warps=8
         )
 
 

@@ -95,7 +95,6 @@ class Group:
             self.one_rank(rank)
             torch.cuda._sleep(1000)
             torch.cuda.synchronize()
-            workspace.memory.clear_failure()
             workspace.warming = False
         for workspace in self.workspaces:
             workspace.memory.own["combine"].fill_(float("nan"))
