@@ -729,7 +729,7 @@ def plot(run: Path, unigram: float, xz: float) -> str | None:
         load_axes.plot(steps, [line["load"][index] for line in lines], linewidth=0.8, label=f"block {index + 1}")
     load_axes.axhline(1.0, color="gray", linestyle=":", label="balanced")
     load_axes.set_ylabel("most loaded expert / mean")
-    load_axes.set_yscale("log")
+    load_axes.set_ylim(bottom=0.9)
     load_axes.set_xlabel("step")
     load_axes.legend()
     temporary = run / ".plot.png.tmp"

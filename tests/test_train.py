@@ -170,6 +170,11 @@ def test_loss_falls(whole):
     assert lines[-1]["validation"] < lines[9]["validation"]
 
 
+def test_a_loss_that_is_not_finite_ends_the_run(text, tmp_path):
+    with pytest.raises(TrainError, match=r"step \d+: the loss is (nan|inf); a smaller --lr may help"):
+        here(tmp_path / "run", text=text, lr=1e30)
+
+
 def test_gradients_are_those_of_autograd_on_the_whole_batch(text):
     """Four replicas and the ordered sum against one plain backward of the mean loss (balance loss apart, which is small)."""
     options = Options(**SMALL, text=text)
