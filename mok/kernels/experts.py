@@ -86,14 +86,24 @@ def find_slots(peer_rank_ptr, peer_token_idx_ptr, row, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def push_rows(y, combine_ptr, combine_ptrs, source, slot, column, H: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Store a tile of y, row by row, into its slot at its source. Every slot has one writer; padding rows go nowhere."""
+def push_to_slots(y, combine_ptr, combine_ptrs, source, slot, column, H: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Store a bf16 tile row by row into its slots at their sources. Every slot has one writer; padding rows go nowhere."""
     if R == 1:
         slots = combine_ptr + slot.to(tl.int64) * H
     else:
         slots = peer_address(combine_ptrs, tl.maximum(source, 0), tl.bfloat16) + slot.to(tl.int64) * H
     columns = column + tl.arange(0, BLOCK_N)
     tl.store(slots[:, None] + columns[None, :], y, mask=(source >= 0)[:, None] & (columns < H)[None, :])
+
+
+@triton.jit
+def push_rows(
+    y, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr, row, column,
+    H: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Round a tile of y, find the slots of its rows, and push it there."""
+    source, slot = find_slots(peer_rank_ptr, peer_token_idx_ptr, row, BLOCK_M)
+    push_to_slots(rounded(y), combine_ptr, combine_ptrs, source, slot, column, H, R, BLOCK_N)
 
 
 @triton.jit

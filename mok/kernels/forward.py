@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from mok.kernels.dispatch import pull_rows
-from mok.kernels.experts import find_slots, multiply, push_rows, rounded, store_hidden, store_rows
+from mok.kernels.experts import find_slots, multiply, push_to_slots, rounded, store_hidden, store_rows
 from mok.kernels.signals import (
     H_FREE,
     H_READY,
@@ -143,8 +143,8 @@ def forward_kernel(
                     second = rounded(ac)
                     tl.debug_barrier()  # the accumulators' registers are free before the addresses need some
                     source, slot = find_slots(peer_rank_ptr, peer_token_idx_ptr, row, BLOCK_M)
-                    push_rows(first, combine_ptr, combine_ptrs, source, slot, part * (2 * BLOCK_N), H, R, BLOCK_N)
-                    push_rows(second, combine_ptr, combine_ptrs, source, slot, part * (2 * BLOCK_N) + BLOCK_N, H, R, BLOCK_N)
+                    push_to_slots(first, combine_ptr, combine_ptrs, source, slot, part * (2 * BLOCK_N), H, R, BLOCK_N)
+                    push_to_slots(second, combine_ptr, combine_ptrs, source, slot, part * (2 * BLOCK_N) + BLOCK_N, H, R, BLOCK_N)
                     announce(h_free_ptr + tile)
                 elif kind == SHARED_UP:
                     store_hidden(

@@ -72,6 +72,8 @@ class Workspace:
     num_sms: int = 0
     warming: bool = False  # barriers do not wait: a call then only compiles and loads what an ordinary call launches
 
+    number: int | None = None  # its name in operators
+
     def __post_init__(self) -> None:
         self.scratch: dict[str, Tensor] = {}
         if self.device.type == "cuda" and not self.num_sms:
@@ -240,4 +242,3 @@ def kernel_arguments(
         BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, BLOCK_H=min(plan.block_h, triton.next_power_of_2(hidden)), THREADS=32 * plan.num_warps,
     )  # fmt: skip
     return args, saved, shared_out
-

@@ -137,15 +137,16 @@ def max_tiles(max_tokens: int, top_k: int, ranks: int, num_local: int, tile_m: i
     return ranks * max_tokens * top_k // tile_m + num_local
 
 
+def schedule_sizes(tiles: int, num_local: int, tile_m: int = TILE_M) -> tuple[int, ...]:
+    """Elements of each field of a DeviceSchedule."""
+    return (tiles * tile_m, tiles * tile_m, 1, num_local, num_local, tiles)
+
+
 def empty_schedule(tiles: int, num_local: int, device: torch.device, tile_m: int = TILE_M) -> DeviceSchedule:
-    sizes = (tiles * tile_m, tiles * tile_m, 1, num_local, num_local, tiles)
-    offsets = [0]
-    for size in sizes:  # every field begins at a multiple of 64 bytes
-        offsets.append(offsets[-1] + -(-max(size, 1) // 16) * 16)
-    table = torch.empty(offsets[-1], dtype=torch.int32, device=device)
+    fields = [torch.empty(size, dtype=torch.int32, device=device) for size in schedule_sizes(tiles, num_local, tile_m)]
     if device.type == "cpu":
-        table.share_memory_()
-    return DeviceSchedule(*(table[start : start + size] for start, size in zip(offsets, sizes, strict=False)))
+        fields = [field.share_memory_() for field in fields]
+    return DeviceSchedule(*fields)
 
 
 def sort_slots(memory: PeerMemory, ids_TK: Tensor, num_experts: int) -> None:

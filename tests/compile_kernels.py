@@ -1,0 +1,118 @@
+"""Compile the kernels for three chips without a GPU; the last line printed is JSON: {"case arch": [facts of each kernel]}."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mok.kernels.combine import combine_kernel
+from mok.kernels.forward import forward_kernel
+from mok.kernels.launch import ForwardPlan
+from mok.kernels.schedule import count_kernel, place_kernel, rows_kernel, scan_kernel
+from mok.kernels.signals import barrier_kernel
+from mok.kernels.tasks import tasks_kernel
+
+PLAN = ForwardPlan()
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+BF16 = {"x_ptr", "combine_ptr", "ring_ptr", "shared_out_ptr", "y_ptr", "shared_ptr", "out_ptr"}
+INT64 = {"tasks_ptr", "ids_ptr"}
+
+
+def argument_type(name: str, constants: dict[str, object]) -> str:
+    m, n, k = PLAN.block_m, PLAN.block_n, PLAN.block_k
+    if name in constants:
+        return "constexpr"
+    if name.endswith("_desc"):
+        if name.startswith(("store_", "save_")):
+            return f"tensordesc<bf16[{m}, {n}]>"
+        return f"tensordesc<bf16[{m if 'x_desc' in name or 'h_desc' in name else n}, {k}]>"
+    if name.endswith("_ptrs") or name in INT64:
+        return "*i64"
+    if name in BF16:
+        return "*bf16"
+    if name in ("weights_ptr", "shared_scale_ptr"):
+        return "*fp32"
+    if name.endswith("_ptr"):
+        return "*i32"
+    return "fp32" if name in ("limit", "shared_limit") and "BLOCK_M" in constants else "i32"
+
+
+def unfinished_stores(ptx: str) -> int:
+    """Releases that a bulk store precedes without a full wait between the two, in the order of the text."""
+    pending, bad = False, 0
+    for line in ptx.splitlines():
+        if re.search(r"cp\.async\.bulk\.tensor\.\dd\.global\.shared", line):
+            pending = True
+        elif "cp.async.bulk.wait_group 0" in line:
+            pending = False
+        elif re.search(r"\.release\.add", line) or "red.release" in line:
+            bad += pending
+            pending = False
+    return bad
+
+
+def compile_one(kernel, arch: int, constants: dict[str, object], num_warps: int = 4, num_stages: int = 3) -> dict[str, object]:
+    signature = {name: argument_type(name, constants) for name in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.endswith(("_ptr", "_ptrs"))}
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(num_warps=num_warps, num_stages=num_stages))
+    ptx = made.asm["ptx"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([str(CUOBJDUMP), "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+        sass = subprocess.run([str(CUOBJDUMP), "--dump-sass", file.name], capture_output=True, text=True).stdout if arch == 90 else ""
+    return dict(
+        name=kernel.__name__, shared=made.metadata.shared, stack=int(re.search(r"STACK:(\d+)", usage)[1]),
+        registers=int(re.search(r"REG:(\d+)", usage)[1]),
+        tensor_core=ptx.count("wgmma.mma_async" if arch == 90 else "tcgen05.mma"), copy_engine=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
+        serialized=len(re.findall(r"HGMMA[^\n]*gsb0 ;[^\n]*\n(?:[^\n]*\n){0,2}[^\n]*WARPGROUP\.DEPBAR\.LE gsb0, 0x0", sass)),
+        wide_loads=ptx.count("ld.global.v4"), wide_stores=ptx.count("st.global.v4"), narrow_stores=ptx.count("st.global.b16"),
+        unfinished=unfinished_stores(ptx), announced=len(re.findall(r"gpu\.release\.add|release\.gpu\.global\.add", ptx)),
+    )  # fmt: skip
+
+
+def forward(arch: int, hidden: int = 7168, width: int = 2048, shared: int = 0, ranks: int = 1, save: bool = False) -> list[dict[str, object]]:
+    constants = dict(
+        H=hidden, I=width, S=shared, K=8, R=ranks, CLAMP=save, SHARED_CLAMP=save, SAVE=save, RING=256, TILES=32, PARTS=PLAN.parts,
+        BLOCK_M=PLAN.block_m, BLOCK_N=PLAN.block_n, BLOCK_K=PLAN.block_k, BLOCK_H=PLAN.block_h, THREADS=32 * PLAN.num_warps,
+    )  # fmt: skip
+    return [compile_one(forward_kernel, arch, constants, PLAN.num_warps, PLAN.num_stages)]
+
+
+def schedule(arch: int) -> list[dict[str, object]]:
+    return [
+        compile_one(count_kernel, arch, dict(E=128, R=2, BLOCK_N=512, BINS=256)),
+        compile_one(scan_kernel, arch, dict(E=128, BLOCK_B=64, BLOCK_E=128), 8),
+        compile_one(place_kernel, arch, dict(E=128, BLOCK_N=512, CHUNK=16), 8),
+        compile_one(rows_kernel, arch, dict(R=2, BLOCK_M=128, BLOCK_L=64, BLOCK_R=2)),
+    ]
+
+
+def main() -> None:
+    facts = {}
+    for arch in (90, 100, 103):
+        facts[f"forward {arch}"] = forward(arch)
+        facts[f"forward shared saved two ranks {arch}"] = forward(arch, shared=2048, ranks=2, save=True)
+        facts[f"forward odd sizes {arch}"] = forward(arch, 2880, 1408)
+        facts[f"schedule {arch}"] = schedule(arch)
+        facts[f"tasks {arch}"] = [compile_one(tasks_kernel, arch, dict(TILES=32, PARTS=4, UPS=16, DOWNS=28, SHARED_UPS=16, BLOCK_M=128, BLOCK=256))]
+        constants = dict(H=7168, K=8, E=128, HAS_SHARED=True, HAS_SCALE=True, BLOCK_H=1024)
+        facts[f"combine {arch}"] = [compile_one(combine_kernel, arch, constants)]
+        facts[f"barrier {arch}"] = [compile_one(barrier_kernel, arch, dict(R=8, LANES=8), 1)]
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Without a GPU: every kernel compiles for sm_90, sm_100 and sm_103, uses the tensor cores and the copy engine, and does not spill.
+
+All compilations run in one process of their own, because another one may have loaded Triton as an interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+CASES = ("forward", "forward shared saved two ranks", "forward odd sizes", "schedule", "tasks", "combine", "barrier")
+ARCHS = (90, 100, 103)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict]:
+    script = Path(__file__).with_name("compile_kernels.py")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=900, env=environment)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("case", CASES)
+def test_compiles_without_spills(compiled, case, arch):
+    for kernel in compiled[f"{case} {arch}"]:
+        assert kernel["stack"] == 0, kernel
+        assert kernel["shared"] <= 232448
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("case", [c for c in CASES if c.startswith("forward")])
+def test_forward_uses_the_chip(compiled, case, arch):
+    (kernel,) = compiled[f"{case} {arch}"]
+    assert kernel["tensor_core"] > 0, "no wgmma or tcgen05"
+    assert kernel["copy_engine"] > 0, "no bulk tensor loads"
+    assert kernel["serialized"] == 0, "products wait for each other"
+    assert kernel["wide_loads"] > 0 and kernel["wide_stores"] > 0 and kernel["narrow_stores"] == 0
+    assert kernel["unfinished"] == 0, "a store of the copy engine is announced before it is in memory"
+    assert kernel["announced"] > 0
