@@ -155,15 +155,16 @@ def forward(
     saved_rows: int = 0,
     save: bool = False,
     plan: ForwardPlan | None = None,
+    shared_out_TH: Tensor | None = None,
 ) -> tuple[Tensor, Saved | None]:
-    """Publish, one kernel, combine. shared: gate [S, H], up [S, H], down [H, S]."""
+    """Publish, one kernel, combine. shared: gate [S, H], up [S, H], down [H, S]. shared_out_TH: takes their output, for who wants to keep it."""
     workspace.check()
     plan = plan or ForwardPlan()
     memory, hidden, width = workspace.memory, workspace.hidden, gate_LIH.shape[1]
     if memory.size > 1:
         memory.own["x"][: x_TH.shape[0]].copy_(x_TH)
     shared_out, saved = launch_kernel(
-        workspace, rows, x_TH, gate_LIH, up_LIH, down_LHI, shared, clamp, shared_clamp, saved_rows, save, plan, hidden, width
+        workspace, rows, x_TH, gate_LIH, up_LIH, down_LHI, shared, clamp, shared_clamp, saved_rows, save, plan, hidden, width, shared_out_TH
     )
     workspace.barrier()
     out = combine(memory.own["combine"], ids_TK, weights_TK, num_experts, shared_out, shared_scale_T)
@@ -173,7 +174,7 @@ def forward(
 def launch_kernel(
     workspace: Workspace, rows: DeviceSchedule, x_TH: Tensor, gate_LIH: Tensor, up_LIH: Tensor, down_LHI: Tensor,
     shared: tuple[Tensor, Tensor, Tensor] | None, clamp: float | None, shared_clamp: float | None, saved_rows: int, save: bool,
-    plan: ForwardPlan, hidden: int, width: int,
+    plan: ForwardPlan, hidden: int, width: int, shared_out_TH: Tensor | None = None,
 ) -> tuple[Tensor | None, Saved | None]:  # fmt: skip
     """The megakernel, between a barrier (all x are there) and another one (all results are)."""
     args, saved, shared_out = kernel_arguments(
@@ -200,7 +201,7 @@ def write_tasks(workspace: Workspace, args: dict[str, object], rows: DeviceSched
 def kernel_arguments(
     workspace: Workspace, rows: DeviceSchedule, x_TH: Tensor, gate_LIH: Tensor, up_LIH: Tensor, down_LHI: Tensor,
     shared: tuple[Tensor, Tensor, Tensor] | None, clamp: float | None, shared_clamp: float | None, saved_rows: int, save: bool,
-    plan: ForwardPlan, hidden: int, width: int,
+    plan: ForwardPlan, hidden: int, width: int, shared_out_TH: Tensor | None = None,
 ) -> tuple[dict[str, object], Saved | None, Tensor | None]:  # fmt: skip
     """Every argument of the kernel by name."""
     memory, tokens = workspace.memory, x_TH.shape[0]
@@ -212,7 +213,9 @@ def kernel_arguments(
     x_ring = workspace.take("x_ring", (ring * m, hidden), bf16)
     h_ring = workspace.take("h_ring", (ring * m, width), bf16)
     shared_h = workspace.take("shared_h", (tokens, shared_width), bf16) if shared_width else h_ring
-    shared_out = torch.empty(tokens, hidden, dtype=bf16, device=workspace.device) if shared_width else None
+    shared_out = shared_out_TH
+    if shared_width and shared_out is None:
+        shared_out = torch.empty(tokens, hidden, dtype=bf16, device=workspace.device)
     shared_gate, shared_up, shared_down = shared if shared else (gate_LIH, up_LIH, down_LHI)
     saved = None
     if save:

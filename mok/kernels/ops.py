@@ -30,7 +30,7 @@ def number_of(workspace: Workspace) -> int:
     return workspace.number
 
 
-def _workspace(number: int) -> Workspace:
+def workspace_of(number: int) -> Workspace:
     workspace = _numbers[number]()
     if workspace is None:
         raise RuntimeError(f"workspace={number}: this workspace is gone")
@@ -40,12 +40,12 @@ def _workspace(number: int) -> Workspace:
 @torch.library.custom_op("mok::gpu_schedule", mutates_args=())
 def gpu_schedule(top_experts: Tensor, workspace: int, num_experts: int) -> list[Tensor]:
     """The fields of a DeviceSchedule."""
-    return list(vars(launch.schedule(_workspace(workspace), top_experts, num_experts)).values())
+    return list(vars(launch.schedule(workspace_of(workspace), top_experts, num_experts)).values())
 
 
 @gpu_schedule.register_fake
 def _(top_experts: Tensor, workspace: int, num_experts: int) -> list[Tensor]:
-    inner = _workspace(workspace)
+    inner = workspace_of(workspace)
     size = inner.memory.size
     num_local = len(local_experts(num_experts, size, inner.memory.rank))
     sizes = schedule_sizes(max_tiles(inner.max_tokens, inner.top_k, size, num_local), num_local)
@@ -71,7 +71,7 @@ def gpu_forward(
 ) -> list[Tensor]:
     """-> output; with `save` also gate [C, I], up [C, I], shared gate [T, S], shared up [T, S]. plan: (num_sms, minibatch, ring) in tiles."""
     out, saved = launch.forward(
-        _workspace(workspace), DeviceSchedule(*schedule), top_experts, weights, x, *experts, num_experts,
+        workspace_of(workspace), DeviceSchedule(*schedule), top_experts, weights, x, *experts, num_experts,
         shared=(shared[0], shared[1], shared[2]) if shared else None, clamp=clamp, shared_clamp=shared_clamp, shared_scale_T=shared_scale,
         saved_rows=saved_rows, save=save, plan=ForwardPlan(num_sms=plan[0], minibatch_tiles=plan[1], ring_tiles=plan[2]),
     )  # fmt: skip
