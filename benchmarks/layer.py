@@ -149,9 +149,26 @@ def measure_forward(name: str, repeats: int) -> dict[str, object]:
     return row
 
 
+def measure_shared(name: str, repeats: int) -> None:
+    """One shared expert of the routed width: what it adds, against its own products at the rate that the routed ones reach."""
+    tokens, hidden, width, experts, top_k = SHAPES[name]
+    torch.manual_seed(0)
+    with_shared = Layer(*SHAPES[name], shared_width=width)
+    error = with_shared.check()
+    routed = Layer(*SHAPES[name])
+    with torch.no_grad():
+        ms = medians({"routed": routed, "with shared": with_shared}, repeats)
+    added = (ms["with shared"] - ms["routed"]) / (ms["routed"] / top_k)
+    print(
+        f"{name:16} routed {ms['routed']:.3f} ms, with one shared expert {ms['with shared']:.3f} ms: adds {added:.3f} of its products at the "
+        f"routed rate, relative error {error:.1e}", flush=True,
+    )  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--forward", action="store_true")
+    parser.add_argument("--shared", action="store_true", help="what one shared expert of the routed width adds")
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument("--commit", default="", help="the commit measured, where there is no git repository")
@@ -160,7 +177,10 @@ def main() -> None:
     root = Path(__file__).resolve().parent.parent
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
     rows = []
-    for name in options.shapes.split(","):
+    for name in options.shapes.split(",") if options.shared else ():
+        measure_shared(name, options.repeats)
+        torch.cuda.empty_cache()
+    for name in options.shapes.split(",") if options.forward else ():
         rows.append(measure_forward(name, options.repeats))
         torch.cuda.empty_cache()
     if options.out:

@@ -19,7 +19,9 @@ from mok.kernels.signals import INTERPRETING, peer_address
 
 @triton.jit
 def rounded(value):
-    """fp32 -> bf16, to nearest even."""
+    """fp32 -> bf16, to nearest even; bf16 stays."""
+    if value.dtype == tl.bfloat16:
+        return value
     result = value.to(tl.bfloat16)
     if INTERPRETING:  # it would cut
         bits = value.to(tl.uint32, bitcast=True)

@@ -108,27 +108,28 @@ def forward_kernel(
                     b_row = expert * I + part * BLOCK_N
                     c_row = b_row
                     depth = H
-                elif kind == DOWN:
+                else:
                     a_desc = ring_h_desc
                     b_desc = down_desc
                     c_desc = down_desc
                     b_row = expert * H + part * (2 * BLOCK_N)
                     c_row = b_row + BLOCK_N
                     depth = I
-                elif kind == SHARED_UP:
-                    a_desc = shared_x_desc
-                    b_desc = shared_gate_desc
-                    c_desc = shared_up_desc
-                    b_row = part * BLOCK_N
-                    c_row = b_row
-                    depth = H
-                else:
-                    a_desc = shared_h_desc
-                    b_desc = shared_down_desc
-                    c_desc = shared_down_desc
-                    b_row = part * (2 * BLOCK_N)
-                    c_row = b_row + BLOCK_N
-                    depth = S
+                if S > 0:
+                    if kind == SHARED_UP:
+                        a_desc = shared_x_desc
+                        b_desc = shared_gate_desc
+                        c_desc = shared_up_desc
+                        b_row = part * BLOCK_N
+                        c_row = b_row
+                        depth = H
+                    elif kind == SHARED_DOWN:
+                        a_desc = shared_h_desc
+                        b_desc = shared_down_desc
+                        c_desc = shared_down_desc
+                        b_row = part * (2 * BLOCK_N)
+                        c_row = b_row + BLOCK_N
+                        depth = S
                 ab, ac = multiply(a_desc, b_desc, c_desc, a_row, b_row, c_row, depth, BLOCK_M, BLOCK_N, BLOCK_K)
                 # The next task's lookup hides behind the stores of this one.
                 following = find(tasks_ptr, tl.sum(tl.where(lanes == 0, taken, 0), axis=0), num_tasks)
@@ -146,14 +147,18 @@ def forward_kernel(
                     push_to_slots(first, combine_ptr, combine_ptrs, source, slot, part * (2 * BLOCK_N), H, R, BLOCK_N)
                     push_to_slots(second, combine_ptr, combine_ptrs, source, slot, part * (2 * BLOCK_N) + BLOCK_N, H, R, BLOCK_N)
                     announce(h_free_ptr + tile)
-                elif kind == SHARED_UP:
-                    store_hidden(
-                        ab, ac, store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc, row, row, part * BLOCK_N, tokens,
-                        shared_limit, SHARED_CLAMP, SAVE,
-                    )  # fmt: skip
-                    finish_copy_engine_stores(tile)
-                    announce(shared_h_ready_ptr + tile)
-                else:
-                    store_rows(ab, shared_out_ptr, row, tokens, part * (2 * BLOCK_N), H, BLOCK_M, BLOCK_N)
-                    store_rows(ac, shared_out_ptr, row, tokens, part * (2 * BLOCK_N) + BLOCK_N, H, BLOCK_M, BLOCK_N)
+                elif S > 0:
+                    if kind == SHARED_UP:
+                        store_hidden(
+                            ab, ac, store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc, row, row, part * BLOCK_N, tokens,
+                            shared_limit, SHARED_CLAMP, SAVE,
+                        )  # fmt: skip
+                        finish_copy_engine_stores(tile)
+                        announce(shared_h_ready_ptr + tile)
+                    else:
+                        first = rounded(ab)
+                        second = rounded(ac)
+                        tl.debug_barrier()
+                        store_rows(first, shared_out_ptr, row, tokens, part * (2 * BLOCK_N), H, BLOCK_M, BLOCK_N)
+                        store_rows(second, shared_out_ptr, row, tokens, part * (2 * BLOCK_N) + BLOCK_N, H, BLOCK_M, BLOCK_N)
         task = following
