@@ -16,7 +16,7 @@ import mok
 from mok import executor
 from mok.fabric import host_fabric
 
-RANKS = [("virtual", 1), ("virtual", 2), ("virtual", 4), ("processes", 1), ("processes", 2), ("processes", 4)]
+RANKS = [("virtual", 1), ("virtual", 2), ("virtual", 4), ("processes", 1), ("processes", 4)]
 SEVERAL = [(kind, size) for kind, size in RANKS if size > 1]
 on_ranks = pytest.mark.parametrize("kind, size", RANKS)
 on_several_ranks = pytest.mark.parametrize("kind, size", SEVERAL)

