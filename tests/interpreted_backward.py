@@ -258,7 +258,7 @@ def case_ticket_order():
                     needs = [place["HIDDEN", tile, p, expert] for p in range(hiddens)]
                 elif name == "D_WEIGHT":
                     end = min(expert_tile[expert + 1], rows[group + 1][1])
-                    needs = [place["HIDDEN", t, p, expert] for t in range(expert_tile[expert], end) for p in range(hiddens)]
+                    needs = [place["HIDDEN", t, p, expert] for t in range(tile, end) for p in range(hiddens)]
                     assert record[7] == len(needs) and tile == max(expert_tile[expert], rows[group][1])
                     is_last = expert_tile[expert + 1] <= rows[group + 1][1]
                     missing = 1 if is_last and tiles_L[expert] else 0  # the last row of every expert is padding here

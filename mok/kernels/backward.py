@@ -7,7 +7,8 @@ Rows live in rings of RING tiles (dY, x, router weights, d_gate, d_up, w h, part
 saved are computed again into the places of d_gate and d_up. A ring holds two groups, so a tile's place is that of a tile at least two groups
 before, and is free when that group is done. Signals, one counter each:
     x_ready[tile]: parts pulled;  gate_ready[tile]: slices of gate and up there;  d_gate_ready[tile]: slices of d_gate, d_up, w h there;
-    expert_ready[expert]: the same, over all tiles of the expert so far;  group_done[group]: compute tasks done.
+    expert_ready[expert + group]: the same, over the tiles of the expert in the group (no two have the same sum);  group_done[group]: compute
+    tasks done.
 
 Legend: T tokens of this rank, H hidden, I intermediate, S width of the shared experts, L experts of this rank, K choices per token, R ranks.
 """
@@ -19,7 +20,7 @@ import triton.language as tl
 
 from mok.kernels import memory
 from mok.kernels.dispatch import pull_rows
-from mok.kernels.experts import push_rows, rounded, store_rows
+from mok.kernels.experts import rounded, store_rows
 from mok.kernels.gradients import (
     finish_copy_engine_stores,
     gate_and_up,
@@ -28,6 +29,7 @@ from mok.kernels.gradients import (
     multiply_columns,
     multiply_rows,
     push_d_weights,
+    push_d_x,
     slices,
     store_sum,
 )
@@ -136,7 +138,7 @@ def wait_for_inputs(
         ok = wait_for(d_gate_ready_ptr + tile, HIDDENS, control_ptrs, rank, tile, D_GATE_READY, wait_limit, R).to(tl.int32)
     elif kind == D_WEIGHT:
         if expected > 0:
-            ok = wait_for(expert_ready_ptr + expert, expected, control_ptrs, rank, expert, EXPERT_READY, wait_limit, R).to(tl.int32)
+            ok = wait_for(expert_ready_ptr + expert + group, expected, control_ptrs, rank, expert, EXPERT_READY, wait_limit, R).to(tl.int32)
         if CARRY:
             if cut & (ok == 1):
                 after = tl.load(table_ptr + HEADER + group * ROW + CARRY_AFTER)
@@ -162,10 +164,11 @@ def backward_kernel(
     shared_d_y_desc, shared_d_gate_desc, shared_d_up_desc, shared_down_kn_desc, shared_gate_kn_desc, shared_up_kn_desc,
     shared_d_y_t_desc, shared_d_gate_t_desc, shared_d_up_t_desc, shared_x_n_desc, shared_h_n_desc,
     saved_shared_gate_desc, saved_shared_up_desc, tile_shared_d_gate_desc, tile_shared_d_up_desc, tile_shared_h_desc,
+    d_gate_weight_desc, d_up_weight_desc, d_down_weight_desc, shared_d_gate_weight_desc, shared_d_up_weight_desc, shared_d_down_weight_desc,
     d_gate_weight_ptr, d_up_weight_ptr, d_down_weight_ptr, shared_d_gate_weight_ptr, shared_d_up_weight_ptr, shared_d_down_weight_ptr,
     shared_d_x_ptr, signals_ptr, rank, max_tiles, num_local, tokens, saved_tiles, limit, shared_limit, wait_limit,
     H: tl.constexpr, I: tl.constexpr, S: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    CLAMP: tl.constexpr, RECOMPUTE: tl.constexpr, CARRY: tl.constexpr, ACCUMULATE: tl.constexpr,
+    CLAMP: tl.constexpr, RECOMPUTE: tl.constexpr, CARRY: tl.constexpr, ACCUMULATE: tl.constexpr, BY_COPY_ENGINE: tl.constexpr,
     NEED_X: tl.constexpr, NEED_WEIGHTS: tl.constexpr, NEED_EXPERTS: tl.constexpr, NEED_SHARED: tl.constexpr,
     RING: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICE: tl.constexpr,
     BLOCK_H: tl.constexpr, THREADS: tl.constexpr,
@@ -179,7 +182,7 @@ def backward_kernel(
     gate_ready_ptr = x_ready_ptr + max_tiles
     d_gate_ready_ptr = gate_ready_ptr + max_tiles
     expert_ready_ptr = d_gate_ready_ptr + max_tiles
-    group_done_ptr = expert_ready_ptr + num_local
+    group_done_ptr = expert_ready_ptr + num_local + max_tiles + 2
     shared_ready_ptr = group_done_ptr + max_tiles + 2
     shared_tiles = tl.cdiv(tokens, BLOCK_M) if S > 0 else 0
     total = tl.load(table_ptr + HEADER + tl.load(table_ptr) * ROW + TICKET)
@@ -231,14 +234,17 @@ def backward_kernel(
                                 a_desc = ring_d_y_t_desc
                                 b_desc = ring_h_n_desc
                                 out_ptr = d_down_weight_ptr
+                                out_desc = d_down_weight_desc
                             elif up:
                                 a_desc = ring_d_up_t_desc
                                 b_desc = ring_x_n_desc
                                 out_ptr = d_up_weight_ptr
+                                out_desc = d_up_weight_desc
                             else:
                                 a_desc = ring_d_gate_t_desc
                                 b_desc = ring_x_n_desc
                                 out_ptr = d_gate_weight_ptr
+                                out_desc = d_gate_weight_desc
                         else:
                             from_row = 0
                             wrap = 0x40000000
@@ -246,33 +252,41 @@ def backward_kernel(
                                 a_desc = shared_d_y_t_desc
                                 b_desc = shared_h_n_desc
                                 out_ptr = shared_d_down_weight_ptr
+                                out_desc = shared_d_down_weight_desc
                             elif up:
                                 a_desc = shared_d_up_t_desc
                                 b_desc = shared_x_n_desc
                                 out_ptr = shared_d_up_weight_ptr
+                                out_desc = shared_d_up_weight_desc
                             else:
                                 a_desc = shared_d_gate_t_desc
                                 b_desc = shared_x_n_desc
                                 out_ptr = shared_d_gate_weight_ptr
+                                out_desc = shared_d_gate_weight_desc
                         rows = tl.where(down, H, width)
                         columns = tl.where(down, width, H)
                         m = (at >> 16) * BLOCK_M
                         n = (at & 65535) * BLOCK_N
                         carry_offset = tl.where(down, 2, tl.where(up, 1, 0)).to(tl.int64) * (I * H)
+                        weight_sum = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
                         if CARRY:
-                            weight_sum = load_sum(carry_ptr, carry_offset, m, n, rows, columns, carried, BLOCK_M, BLOCK_N)
-                        else:
-                            weight_sum = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                            if carried:
+                                weight_sum = load_sum(carry_ptr, carry_offset, m, n, rows, columns, BLOCK_M, BLOCK_N)
                         weight_sum = multiply_columns(a_desc, b_desc, weight_sum, from_row, wrap, depth, m, n, BLOCK_K)
                         ticket, next_kind = take_ticket(taken, lanes, list_ptr, total)
-                        out_offset = expert.to(tl.int64) * (I * H)
-                        nothing = (depth <= 0).to(tl.int32)
                         wide = slices(weight_sum, BLOCK_M, BLOCK_N, STORE)
-                        for i in tl.static_range(BLOCK_N // STORE):
-                            store_sum(
-                                wide[i], out_ptr, carry_ptr, out_offset, carry_offset, m, n + i * STORE, rows, columns, last, nothing,
-                                ACCUMULATE, CARRY, BLOCK_M, STORE,
-                            )  # fmt: skip
+                        if CARRY:
+                            if last == 0:
+                                for i in tl.static_range(BLOCK_N // STORE):
+                                    store_sum(wide[i], carry_ptr, carry_offset, m, n + i * STORE, rows, columns, False, BLOCK_M, STORE)
+                        if last == 1:
+                            if BY_COPY_ENGINE:
+                                for i in tl.static_range(BLOCK_N // STORE):
+                                    out_desc.store([expert * rows + m, n + i * STORE], rounded(wide[i]))
+                            elif (not ACCUMULATE) | (depth > 0):
+                                out_offset = expert.to(tl.int64) * (I * H)
+                                for i in tl.static_range(BLOCK_N // STORE):
+                                    store_sum(wide[i], out_ptr, out_offset, m, n + i * STORE, rows, columns, ACCUMULATE, BLOCK_M, STORE)
                 elif kind == GATE_UP:
                     if RECOMPUTE:
                         to_row = (tile % RING) * BLOCK_M
@@ -358,7 +372,7 @@ def backward_kernel(
                         finish_copy_engine_stores(tile)
                         if kind == HIDDEN:
                             tl.debug_barrier()
-                            tl.atomic_add(expert_ready_ptr + expert, 1, sem="release", scope="gpu")
+                            tl.atomic_add(expert_ready_ptr + expert + group, 1, sem="release", scope="gpu")
                             done = tl.atomic_add(d_gate_ready_ptr + tile, 1, sem="acq_rel", scope="gpu")
                             if NEED_WEIGHTS:
                                 if done == HIDDENS - 1:
@@ -373,7 +387,7 @@ def backward_kernel(
                         pieces = slices(acc, BLOCK_M, BLOCK_N, STORE)
                         for i in tl.static_range(BLOCK_N // STORE):
                             if kind == D_X:
-                                push_rows(
+                                push_d_x(
                                     pieces[i], d_x_ptr, d_x_ptrs, peer_rank_ptr, peer_token_idx_ptr, tile * BLOCK_M, column + i * STORE,
                                     H, R, BLOCK_M, STORE,
                                 )  # fmt: skip

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mok.kernels.experts import dot, rounded, swiglu
+from mok.kernels.experts import dot, rounded
 from mok.kernels.signals import INTERPRETING, peer_address
 
 
@@ -93,6 +93,14 @@ def slices(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constex
 
 
 @triton.jit
+def laid_out_as(value, tile):
+    """value, in the layout of tile: else what follows from it is computed twice, in the layout it is loaded in and in that of tile."""
+    if not INTERPRETING:
+        value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f,f", [value, tile], dtype=tl.float32, is_pure=True, pack=1)
+    return value
+
+
+@triton.jit
 def hidden_gradient(
     d_hidden, gate_desc, up_desc, from_row, d_gate_desc, d_up_desc, weighted_h_desc, to_row, column, weight, limit, CLAMP: tl.constexpr
 ):  # fmt: skip
@@ -101,25 +109,24 @@ def hidden_gradient(
     Example: gate 1, up 2, w -0.5, dHid 3: silu(1) = 0.73106, so h = 1.46 and d_w = 4.39; w dHid = -1.5, so d_up = -1.5 * 0.73106 = -1.10 and
     d_gate = -1.5 * 2 * 0.92767 = -2.78; w h = -0.731. With limit 0.5 both are clipped and d_gate = d_up = 0.
     """
-    gate = gate_desc.load([from_row, column])
-    up = up_desc.load([from_row, column])
-    h = rounded(swiglu(gate, up, limit, CLAMP)).to(tl.float32)
-    weighted_h_desc.store([to_row, column], rounded(h * weight[:, None]))
-    d_weight = tl.sum(d_hidden * h, axis=1)
-    d_hidden = d_hidden * weight[:, None]
-    gate = gate.to(tl.float32)
-    up = up.to(tl.float32)
-    gate_clipped = gate > limit
-    up_clipped = (up > limit) | (up < -limit)
+    gate = laid_out_as(gate_desc.load([from_row, column]).to(tl.float32), d_hidden)
+    up = up_desc.load([from_row, column]).to(tl.float32)
+    gate_passes = gate <= limit
+    up_passes = (up <= limit) & (up >= -limit)
     if CLAMP:
-        gate = tl.where(gate_clipped, limit, gate)
+        gate = tl.where(gate > limit, limit, gate)  # NaN stays NaN
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     s = tl.sigmoid(gate)
-    d_up = d_hidden * (gate * s)
+    silu = gate * s
+    h = rounded(silu * up).to(tl.float32)
+    d_weight = tl.sum(d_hidden * h, axis=1)
+    weighted_h_desc.store([to_row, column], rounded(h * weight[:, None]))
+    d_hidden = d_hidden * weight[:, None]
+    d_up = d_hidden * silu
     d_gate = d_hidden * up * (s * (1 + gate * (1 - s)))
     if CLAMP:
-        d_up = tl.where(up_clipped, 0.0, d_up)
-        d_gate = tl.where(gate_clipped, 0.0, d_gate)
+        d_up = tl.where(up_passes, d_up, 0.0)
+        d_gate = tl.where(gate_passes, d_gate, 0.0)
     d_up_desc.store([to_row, column], rounded(d_up))
     d_gate_desc.store([to_row, column], rounded(d_gate))
     return d_weight
@@ -145,30 +152,40 @@ def push_d_weights(
 
 
 @triton.jit
-def load_sum(carry_ptr, offset, row, column, rows, columns, carried, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The sum so far of a tile of a weight's gradient; zeros where there is none."""
+def push_d_x(
+    d_x, d_x_ptr, d_x_ptrs, peer_rank_ptr, peer_token_idx_ptr, row, column,
+    H: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of d_x, row by row, into its slot at its source. Every slot has one writer; padding rows go nowhere."""
+    rows = row + tl.arange(0, BLOCK_M)
+    source = tl.load(peer_rank_ptr + rows)
+    slot = tl.load(peer_token_idx_ptr + rows)
+    if R == 1:
+        slots = d_x_ptr + slot.to(tl.int64) * H
+    else:
+        slots = peer_address(d_x_ptrs, tl.maximum(source, 0), tl.bfloat16) + slot.to(tl.int64) * H
+    columns = column + tl.arange(0, BLOCK_N)
+    tl.store(slots[:, None] + columns[None, :], rounded(d_x), mask=(source >= 0)[:, None] & (columns < H)[None, :])
+
+
+@triton.jit
+def load_sum(carry_ptr, offset, row, column, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The sum so far of a tile of a weight's gradient."""
     r = row + tl.arange(0, BLOCK_M)
     c = column + tl.arange(0, BLOCK_N)
-    inside = (r < rows)[:, None] & (c < columns)[None, :] & carried
+    inside = (r < rows)[:, None] & (c < columns)[None, :]
     return tl.load(carry_ptr + offset + r.to(tl.int64)[:, None] * columns + c[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
-def store_sum(
-    total, out_ptr, carry_ptr, out_offset, carry_offset, row, column, rows, columns, last, nothing_to_add,
-    ACCUMULATE: tl.constexpr, CARRY: tl.constexpr, BLOCK_M: tl.constexpr, SLICE: tl.constexpr,
-):  # fmt: skip
-    """A finished sum, rounded, into the gradient or added to the fp32 one that is there; an unfinished one to where the next part finds it."""
+def store_sum(total, to_ptr, offset, row, column, rows, columns, ADD: tl.constexpr, BLOCK_M: tl.constexpr, SLICE: tl.constexpr):
+    """Store a tile of a sum in the dtype of its place, or add it to what is there."""
     r = row + tl.arange(0, BLOCK_M)
     c = column + tl.arange(0, SLICE)
     inside = (r < rows)[:, None] & (c < columns)[None, :]
-    offset = r.to(tl.int64)[:, None] * columns + c[None, :]
-    if CARRY:
-        tl.store(carry_ptr + carry_offset + offset, total, mask=inside & (last == 0))
-        inside = inside & (last == 1)
-    to = out_ptr + out_offset + offset
-    if ACCUMULATE:
-        inside = inside & (nothing_to_add == 0)
-        tl.store(to, tl.load(to, mask=inside, other=0.0) + total, mask=inside)
-    else:
-        tl.store(to, rounded(total), mask=inside)
+    to = to_ptr + offset + r.to(tl.int64)[:, None] * columns + c[None, :]
+    if ADD:
+        total = tl.load(to, mask=inside, other=0.0) + total
+    if to.dtype.element_ty == tl.bfloat16:
+        total = rounded(total)
+    tl.store(to, total, mask=inside)

@@ -48,7 +48,7 @@ OF_EXPERT = tl.constexpr(3)
 OF_GROUP = tl.constexpr(4)
 AT = tl.constexpr(5)  # weights: row * 65536 + column, in tiles; PULL: the group that must be done, or -1
 DEPTH = tl.constexpr(6)  # weights: rows to sum over, 2 * them + 1 if they are the last ones of their expert
-EXPECTED = tl.constexpr(7)  # weights: slices of d_gate that must be there
+EXPECTED = tl.constexpr(7)  # weights: slices of d_gate of this group that must be there
 BLOCK_TICKETS = 256
 
 BLOCK_TILES = tl.constexpr(16)  # rows of tiles worked on together, so that both operands stay in the L2 cache
@@ -222,7 +222,7 @@ def list_kernel(
         tile = tl.where(is_weight, tl.maximum(begin, first), tile)
         depth = tl.minimum((end - tile) * BLOCK_M, routes - (tile - begin) * BLOCK_M)
         depth = tl.maximum(depth, 0) * 2 + (finish <= end).to(tl.int32)
-        expected = (tl.minimum(finish, end) - begin) * HIDDENS
+        expected = (tl.minimum(finish, end) - tile) * HIDDENS
         part = tl.where(is_weight, which, part)
 
         if S > 0:

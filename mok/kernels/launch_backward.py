@@ -27,7 +27,7 @@ class BackwardPlan:
 
     num_sms: programs per rank; 0 means one per multiprocessor.
     ring_tiles: tiles of 128 rows in the rings.
-    group_tiles: a group of experts is closed when it has this many tiles; 0 means two waves of tiles per phase.
+    group_tiles: a group of experts is closed when it has this many tiles; 0 means four waves of tiles per phase.
     parts: pull tasks per tile.
     block_n: columns of a tile: `slice`, two or four times as many; `slice` itself, the width of a part of d_w, is no knob.
     """
@@ -105,7 +105,7 @@ def ring_and_groups(plan: BackwardPlan, tiles: int, tasks: Tasks, num_sms: int) 
     ring = max(2, min(plan.ring_tiles, tiles))
     most = max(tiles, 1) if ring >= tiles else ring // 2
     per_tile = max(1, min(count for count in (tasks.hiddens, tasks.d_xs) if count > 0) if tasks.hiddens or tasks.d_xs else 1)
-    waves = 2 * num_sms * plan.programs_per_sm
+    waves = 4 * num_sms * plan.programs_per_sm
     target = plan.group_tiles or max(1, triton.cdiv(waves, per_tile))
     return ring, min(target, most), most
 
@@ -167,7 +167,7 @@ def prepare(
     most_tasks = tiles * per_tile + (num_local + tiles // most) * tasks.d_weights + tasks.shared
     tickets = take("tasks_backward", (max(most_tasks, 1) * RECORD.value,), torch.int32)
     expert_tile = take("expert_tile", (num_local + 1,), torch.int32)
-    signals = take("signals", (32 + 4 * tiles + num_local + 2 + triton.cdiv(tokens, m) + 1,), torch.int32)
+    signals = take("signals", (32 + 5 * tiles + num_local + 4 + triton.cdiv(tokens, m) + 1,), torch.int32)
 
     def results(weights: tuple[Tensor, Tensor, Tensor], main: tuple[Tensor, Tensor, Tensor] | None, wanted: bool) -> tuple[Tensor, ...] | None:
         if not wanted:
@@ -196,6 +196,9 @@ def prepare(
     a_t = lambda matrix: _rows(matrix, k, m)  # noqa: E731
     b = lambda matrix: _rows(matrix, k, n)  # noqa: E731
     tile = lambda matrix: _rows(matrix, m, s)  # noqa: E731
+    # A tile of a weight that sticks out of its expert must not reach the next one's.
+    by_copy_engine = not accumulate and all(size % m == 0 for size in (hidden, width, shared_width))
+    out = lambda matrix: _rows(matrix if by_copy_engine else d_y_ring, m, plan.store)  # noqa: E731
     saved_gate, saved_up = (saved.gate_CI, saved.up_CI) if saved_tiles else (d_gate_ring, d_up_ring)
     addresses, own = memory.addresses, memory.own
     per = dict(PARTS=tasks.parts, GATE_UPS=tasks.gate_ups if recompute else 0, HIDDENS=tasks.hiddens, D_XS=tasks.d_xs, D_WEIGHTS=tasks.d_weights)
@@ -228,6 +231,8 @@ def prepare(
         shared_x_n_desc=b(shared_x), shared_h_n_desc=b(buffers[2]),
         saved_shared_gate_desc=tile(saved_shared_gate), saved_shared_up_desc=tile(saved_shared_up),
         tile_shared_d_gate_desc=tile(buffers[0]), tile_shared_d_up_desc=tile(buffers[1]), tile_shared_h_desc=tile(buffers[2]),
+        d_gate_weight_desc=out(to_experts[0]), d_up_weight_desc=out(to_experts[1]), d_down_weight_desc=out(to_experts[2]),
+        shared_d_gate_weight_desc=out(to_shared[0]), shared_d_up_weight_desc=out(to_shared[1]), shared_d_down_weight_desc=out(to_shared[2]),
         d_gate_weight_ptr=to_experts[0], d_up_weight_ptr=to_experts[1], d_down_weight_ptr=to_experts[2],
         shared_d_gate_weight_ptr=to_shared[0], shared_d_up_weight_ptr=to_shared[1], shared_d_down_weight_ptr=to_shared[2],
         shared_d_x_ptr=x_ring if shared_d_x is None else shared_d_x, signals_ptr=signals,
@@ -235,7 +240,7 @@ def prepare(
         limit=math.inf if clamp is None else float(clamp), shared_limit=math.inf if shared_clamp is None else float(shared_clamp),
         wait_limit=workspace.limit,
         H=hidden, I=width, S=shared_width, K=workspace.top_k, R=memory.size, CLAMP=clamp is not None or shared_clamp is not None,
-        RECOMPUTE=recompute, CARRY=cut, ACCUMULATE=accumulate,
+        RECOMPUTE=recompute, CARRY=cut, ACCUMULATE=accumulate, BY_COPY_ENGINE=by_copy_engine,
         NEED_X=needs.x, NEED_WEIGHTS=needs.weights, NEED_EXPERTS=needs.experts, NEED_SHARED=needs.shared and bool(shared),
         RING=ring, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, SLICE=s, BLOCK_H=min(plan.block_h, triton.next_power_of_2(hidden)),
         THREADS=32 * plan.num_warps, SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs, **per,

@@ -1,0 +1,168 @@
+"""The backward on a GPU: every gradient against fp32, the promises about bits, extremes, accumulation, capture, failure."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+sys.path.insert(0, os.path.dirname(__file__))
+
+from dataclasses import replace
+
+from virtual import DEVICE, Problem
+from virtual_backward import Group, assert_near, expected, make_d_y
+
+from mok.kernels.launch_backward import BackwardPlan, Needs
+
+SIZES = {  # tokens, hidden, width, experts, K, shared width
+    "plain": (1024, 1024, 512, 8, 2, 0),
+    "shared": (1000, 1024, 512, 8, 2, 768),
+    "ragged": (777, 2880, 1440, 9, 4, 0),
+    "narrow": (513, 128, 96, 5, 3, 160),
+    "fine": (2048, 2048, 768, 16, 8, 768),
+    "deep": (700, 7168, 2048, 6, 4, 2048),
+}
+SMALL = BackwardPlan(ring_tiles=8, group_tiles=2)
+
+
+def equal(got, want, what) -> None:
+    assert got.keys() == want.keys(), what
+    for name in got:
+        assert torch.equal(got[name], want[name]), (what, name)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_every_gradient_near_fp32_and_equal_for_every_number_of_ranks(name):
+    tokens, hidden, width, experts, top_k, shared_width = SIZES[name]
+    problem = Problem(tokens, hidden, width, experts, top_k, masked=0.1, shared_width=shared_width)
+    d_y = make_d_y(problem)
+    want, first = expected(problem, d_y), None
+    for ranks in (1, 2, 3, 4):
+        got = Group(problem, d_y, ranks).run()
+        assert_near(got, want)
+        if ranks > 1:  # each rank's share of the shared experts' gradients: their sum is the user's
+            got = {n: v for n, v in got.items() if not n.startswith("shared")}
+        first = got if first is None else {n: first[n] for n in got}
+        equal(got, first, ranks)
+
+
+def many_rows() -> tuple[Problem, torch.Tensor]:
+    """One expert of at least 12 tiles; zero, negative and tiny router weights."""
+    problem = Problem(2500, 1024, 768, 12, 4, masked=0.05, shared_width=512)
+    problem.ids_TK[:1500, 0] = 5
+    problem.weights_TK = torch.randn_like(problem.weights_TK)
+    problem.weights_TK[:20], problem.weights_TK[20:30] = 0.0, 1e-8
+    return problem, make_d_y(problem)
+
+
+def test_a_hundred_runs_have_the_same_bits():
+    problem, d_y = many_rows()
+    group = Group(problem, d_y, 1)
+    first = group.run()
+    assert_near(first, expected(problem, d_y))
+    for repeat in range(100):
+        equal(group.run(), first, repeat)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_bits_do_not_depend_on_time(ranks):
+    problem, d_y = many_rows()
+    first = Group(problem, d_y, 1).run()
+    first = {n: v for n, v in first.items() if not n.startswith("shared")}
+    group = Group(problem, d_y, ranks, SMALL)
+    for repeat in range(25):
+        got = group.run(delay=True)
+        equal({n: got[n] for n in first}, first, repeat)
+
+
+KNOBS = [
+    dict(ring_tiles=2), dict(ring_tiles=12, group_tiles=3, parts=1), dict(parts=8, num_sms=1), dict(num_sms=7, ring_tiles=16),
+    dict(num_stages=3, block_h=512), dict(block_n=128, num_stages=3), dict(block_n=128, num_warps=4, num_stages=3, programs_per_sm=2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", KNOBS, ids=str)
+def test_bits_do_not_depend_on_knobs(changes):
+    problem, d_y = many_rows()
+    equal(Group(problem, d_y, 1, BackwardPlan(**changes)).run(), Group(problem, d_y, 1).run(), changes)
+
+
+@pytest.mark.parametrize("saved_rows", [0, 1000])
+def test_bits_do_not_depend_on_what_was_saved(saved_rows):
+    problem, d_y = many_rows()
+    equal(Group(problem, d_y, 1, saved_rows=saved_rows).run(), Group(problem, d_y, 1).run(), saved_rows)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_extremes(ranks):
+    problem = Problem(900, 512, 256, 8, 2, clamp=1.0, shared_width=256, shared_clamp=0.5)
+    # Small integers and sixty-fourths: gate and up are exact in any order, so that nobody is clipped on one side only.
+    problem.x_TH = torch.randint(-3, 4, problem.x_TH.shape, device=DEVICE).bfloat16()
+    problem.gate, problem.up = (torch.randint(-3, 4, problem.gate.shape, device=DEVICE).bfloat16() / 64 for _ in range(2))
+    problem.shared = (*(torch.randint(-3, 4, w.shape, device=DEVICE).bfloat16() / 64 for w in problem.shared[:2]), problem.shared[2])
+    d_y = make_d_y(problem)
+    for ids in (-1, 0, 7, None):
+        problem.ids_TK = torch.randint(-1, 8, (900, 2), device=DEVICE) if ids is None else torch.full((900, 2), ids, device=DEVICE)
+        problem.weights_TK = torch.randn(900, 2, device=DEVICE)
+        got = Group(problem, d_y, ranks, SMALL).run()
+        assert_near(got, expected(problem, d_y))
+        if ids == 0:
+            assert not got["gate"][1:].any() and not got["down"][1:].any()
+
+
+def test_only_what_is_asked_for():
+    problem = Problem(700, 512, 256, 6, 2, shared_width=256)
+    d_y = make_d_y(problem)
+    whole = Group(problem, d_y, 1).run()
+    for x, weights, experts in ((1, 0, 0), (0, 1, 0), (0, 0, 1)):
+        needs = Needs(bool(x), bool(weights), bool(experts), bool(experts))
+        got = Group(problem, d_y, 1, needs=needs).run()
+        names = {*["d_x"] * x, *["d_weights"] * weights, *["gate", "up", "down", "shared gate", "shared up", "shared down"] * experts}
+        assert got.keys() == names
+        equal(got, {n: whole[n] for n in names}, needs)
+
+
+def test_sums_into_fp32_accumulators():
+    problem = Problem(1500, 512, 256, 6, 2, shared_width=256)
+    problem.ids_TK[problem.ids_TK == 4] = 1
+    d_y = make_d_y(problem)
+    plain = Group(problem, d_y, 1).run()
+    mains = {n: torch.full(v.shape, 7.0, device=DEVICE) for n, v in plain.items() if n not in ("d_x", "d_weights")}
+    group = Group(problem, d_y, 1, replace(SMALL), mains=mains)  # warms up without adding
+    for _ in range(3):
+        group.run()
+    for name, main in mains.items():
+        assert torch.allclose((main - 7) / 3, plain[name].float(), rtol=6e-3, atol=2e-4), name
+    assert (mains["gate"][4] == 7).all() and (mains["down"][4] == 7).all()
+
+
+def test_capture_and_replay_with_changing_routes():
+    problem = Problem(1500, 1024, 512, 8, 4, shared_width=256)
+    d_y = make_d_y(problem)
+    group = Group(problem, d_y, 1, saved_rows=0)
+    routes = [problem.ids_TK.clone(), torch.zeros_like(problem.ids_TK) + 3, torch.zeros_like(problem.ids_TK) - 1, problem.ids_TK.clone()]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        group.one_rank(0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        group.one_rank(0)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            out = group.one_rank(0)
+    for route in routes:
+        problem.ids_TK = route
+        group.inputs[0][1].copy_(route)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_near(group.named([out]), expected(problem, d_y))

@@ -1,0 +1,163 @@
+"""Forward and backward on R virtual ranks of one GPU, and the same gradients in fp32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from virtual import DEVICE, Problem
+
+from mok import schedule as host_schedule
+from mok.kernels import launch, launch_backward, memory
+from mok.kernels.launch import ForwardPlan, Workspace
+from mok.kernels.launch_backward import BackwardPlan, Gradients, Needs
+
+NAMES = ("gate", "up", "down")
+
+
+def make_d_y(problem: Problem, seed: int = 7) -> Tensor:
+    g = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(problem.x_TH.shape, generator=g, device=DEVICE).bfloat16()
+
+
+def _swiglu_gradients(x, d_y, w, gate_w, up_w, down_w, clamp):
+    """fp32 gradients of w * expert(x): d_x, d_w, and of the three weights; gate, up, h and d_gate, d_up, w h rounded as the layer does."""
+    rounded = lambda t: t.bfloat16().float()  # noqa: E731
+    gate_w, up_w, down_w = gate_w.float(), up_w.float(), down_w.float()
+    gate, up = rounded(x @ gate_w.T), rounded(x @ up_w.T)
+    g, u = (gate, up) if clamp is None else (gate.clamp(max=clamp), up.clamp(-clamp, clamp))
+    s = torch.sigmoid(g)
+    h = rounded(g * s * u)
+    d_h = d_y @ down_w
+    d_w = (d_h * h).sum(1)
+    d_h = d_h * w[:, None]
+    d_gate, d_up = d_h * u * s * (1 + g * (1 - s)), d_h * g * s
+    if clamp is not None:
+        d_gate, d_up = torch.where(gate > clamp, 0, d_gate), torch.where(up.abs() > clamp, 0, d_up)
+    d_gate, d_up = rounded(d_gate), rounded(d_up)
+    return d_gate @ gate_w + d_up @ up_w, d_w, d_gate.T @ x, d_up.T @ x, d_y.T @ rounded(h * w[:, None])
+
+
+def expected(problem: Problem, d_y: Tensor) -> dict[str, Tensor]:
+    p, x, dy = problem, problem.x_TH.float(), d_y.float()
+    d_x, d_weights = torch.zeros_like(x), torch.zeros(p.ids_TK.shape, device=DEVICE)
+    out = {name: torch.zeros(w.shape, device=DEVICE) for name, w in zip(NAMES, (p.gate, p.up, p.down), strict=True)}
+    if p.shared:
+        d_x, _, *shared = _swiglu_gradients(x, dy, torch.ones(len(x), device=DEVICE), *p.shared, p.shared_clamp)
+        out |= {f"shared {name}": grad for name, grad in zip(NAMES, shared, strict=True)}
+    for e in range(p.experts):
+        token, k = (p.ids_TK == e).nonzero(as_tuple=True)
+        if len(token):
+            dx, dw, *grads = _swiglu_gradients(x[token], dy[token], p.weights_TK[token, k], p.gate[e], p.up[e], p.down[e], p.clamp)
+            d_x.index_add_(0, token, dx)
+            d_weights[token, k] = dw
+            for name, grad in zip(NAMES, grads, strict=True):
+                out[name][e] = grad
+    return out | {"d_x": d_x, "d_weights": d_weights}
+
+
+def assert_near(got: dict[str, Tensor], want: dict[str, Tensor], limit: float = 8e-3) -> dict[str, float]:
+    errors = {}
+    for name, value in got.items():
+        a, b = value.float(), want[name]
+        assert torch.isfinite(a).all(), f"{name} is not finite"
+        errors[name] = float((a - b).norm() / b.norm().clamp(min=1e-3))
+        assert errors[name] < limit, f"{name}: relative error {errors[name]:.2e}"
+        if name == "d_x" or a.dim() == 3:  # per token, per expert
+            parts = (a - b).flatten(1).norm(dim=1) / b.flatten(1).norm(dim=1).clamp(min=1e-2)
+            assert float(parts.max()) < 2 * limit, f"{name}: relative error {float(parts.max()):.2e} in {int(parts.argmax())}"
+        tail = (a[..., -8:] - b[..., -8:]).norm() / b[..., -8:].norm().clamp(min=1e-3)
+        assert float(tail) < 2 * limit, f"{name}: relative error {float(tail):.2e} in the last 8 columns"
+    return errors
+
+
+class Group:
+    """R virtual ranks with uneven shares of the tokens; one process, one stream each, so that they really run at the same time."""
+
+    def __init__(
+        self, problem: Problem, d_y: Tensor, ranks: int, plan: BackwardPlan | None = None, needs: Needs | None = None, saved_rows: int = 1 << 20,
+        mains: dict[str, Tensor] | None = None, timeout_s: float = 20.0,
+    ) -> None:  # fmt: skip
+        self.problem, self.ranks, self.needs, self.mains = problem, ranks, needs or Needs(), mains
+        sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count // ranks
+        plan = plan or BackwardPlan()
+        self.plan = BackwardPlan(**{**vars(plan), "num_sms": plan.num_sms or sms})
+        self.forward_plan = ForwardPlan(num_sms=sms)
+        tokens = problem.x_TH.shape[0]
+        edges = [0, *[tokens * (2 * r - 1) // (2 * ranks - 1) for r in range(1, ranks)], tokens]
+        self.parts = [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+        most = max(p.stop - p.start for p in self.parts)
+        self.saved_rows = min(saved_rows, ranks * most * problem.top_k + 128 * problem.experts)
+        layout = memory.backward_regions(most, problem.hidden, problem.experts, problem.top_k, ranks)
+        self.workspaces = [
+            Workspace(view, most, problem.hidden, problem.top_k, DEVICE, timeout_s) for view in memory.virtual_memory(layout, ranks, DEVICE)
+        ]
+        self.streams = [torch.cuda.Stream() for _ in range(ranks)]
+        self.inputs = [
+            tuple(t[p].contiguous() for t in (problem.x_TH, problem.ids_TK, problem.weights_TK, d_y)) for p in self.parts
+        ]  # fmt: skip
+        self.warm()
+
+    def one_rank(self, rank: int, before=None) -> Gradients:
+        p, workspace = self.problem, self.workspaces[rank]
+        local = host_schedule.local_experts(p.experts, self.ranks, rank)
+        mine = slice(local.start, local.stop)
+        x, ids, weights, d_y = self.inputs[rank]
+        experts = (p.gate[mine], p.up[mine], p.down[mine])
+        rows = launch.schedule(workspace, ids, p.experts)
+        _, saved = launch.forward(
+            workspace, rows, ids, weights, x, *experts, p.experts, shared=p.shared, clamp=p.clamp, shared_clamp=p.shared_clamp, save=True,
+            saved_rows=self.saved_rows, plan=self.forward_plan,
+        )  # fmt: skip
+        if before:
+            before()
+        mains = None if self.mains is None else [
+            tuple(m.clone() if workspace.warming else m for m in (self.mains[prefix + name] for name in NAMES)) for prefix in ("", "shared ")
+        ]  # fmt: skip
+        return launch_backward.backward(
+            workspace, rows, saved, ids, d_y, x, weights, *experts, p.experts, needs=self.needs, plan=self.plan, shared=p.shared, clamp=p.clamp,
+            shared_clamp=p.shared_clamp, main_grads=mains and tuple(m[mine] for m in mains[0]), shared_main_grads=mains and mains[1],
+        )  # fmt: skip
+
+    def warm(self) -> None:
+        """Load every module before anything spins; then poison what the next call must write."""
+        for rank, workspace in enumerate(self.workspaces):
+            workspace.warming = True
+            self.one_rank(rank)
+            torch.cuda._sleep(1000)
+            torch.cuda.synchronize()
+            workspace.memory.clear_failure()
+            workspace.warming = False
+        for workspace in self.workspaces:
+            for name in ("combine", "x", "d_y", "weights", "d_weights"):
+                workspace.memory.own[name].fill_(float("nan"))
+            for buffer in workspace.scratch.values():
+                if buffer.is_floating_point():
+                    buffer.fill_(float("nan"))
+        torch.cuda.synchronize()
+
+    def named(self, results: list[Gradients]) -> dict[str, Tensor]:
+        join = lambda values: torch.cat([v for v in values])  # noqa: E731
+        out = {}
+        if results[0].d_x_TH is not None:
+            out["d_x"] = join([r.d_x_TH for r in results])
+        if results[0].d_weights_TK is not None:
+            out["d_weights"] = join([r.d_weights_TK for r in results])
+        for i, name in enumerate(NAMES):
+            if results[0].experts is not None:
+                out[name] = join([r.experts[i] for r in results])
+            if results[0].shared is not None:
+                out[f"shared {name}"] = sum(r.shared[i].float() for r in results) if self.ranks > 1 else results[0].shared[i]
+        return out
+
+    def run(self, delay: bool = False) -> dict[str, Tensor]:
+        """The gradients of all tokens and experts; with delay every rank sleeps a random time before its backward."""
+        before = (lambda: torch.cuda._sleep(int(torch.randint(1, 4_000_000, (1,))))) if delay else None
+        results = []
+        for rank, stream in enumerate(self.streams):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                results.append(self.one_rank(rank, before))
+        torch.cuda.synchronize()
+        for workspace in self.workspaces:
+            workspace.check()
+        return self.named(results)
