@@ -36,7 +36,7 @@ def argument_type(name: str, constants: dict[str, object]) -> str:
     if name.endswith("_desc"):
         if name.startswith(("store_", "save_")):
             return f"tensordesc<bf16[{m}, {n}]>"
-        return f"tensordesc<bf16[{m if 'x_desc' in name or 'h_desc' in name else n}, {k}]>"
+        return f"tensordesc<bf16[{m}, {k}]>" if "x_desc" in name or "h_desc" in name else f"tensordesc<bf16[2, {n}, {k}]>"
     if name.endswith("_ptrs") or name in INT64:
         return "*i64"
     if name in BF16:
@@ -85,7 +85,7 @@ def compile_one(kernel, arch: int, constants: dict[str, object], num_warps: int 
 
 def forward(arch: int, hidden: int = 7168, width: int = 2048, shared: int = 0, ranks: int = 1, save: bool = False) -> list[dict[str, object]]:
     constants = dict(
-        H=hidden, I=width, S=shared, K=8, R=ranks, CLAMP=save, SHARED_CLAMP=save, SAVE=save, RING=256, TILES=32, PARTS=PLAN.parts,
+        H=hidden, I=width, S=shared, K=8, R=ranks, CLAMP=save, SHARED_CLAMP=save, SAVE=save, PARTS=PLAN.parts,
         BLOCK_M=PLAN.block_m, BLOCK_N=PLAN.block_n, BLOCK_K=PLAN.block_k, BLOCK_H=PLAN.block_h, THREADS=32 * PLAN.num_warps,
     )  # fmt: skip
     return [compile_one(forward_kernel, arch, constants, PLAN.num_warps, PLAN.num_stages)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from mok.kernels.experts import rounded
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ids_ptr", "weights_ptr", "shared_scale_ptr"])
 def combine_kernel(
     y_ptr, ids_ptr, weights_ptr, shared_ptr, shared_scale_ptr, out_ptr,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_H: tl.constexpr,

@@ -3,8 +3,11 @@
 up:   gate and up of one slice of the intermediate width, SwiGLU, one tile of h.
 down: two neighbouring slices of the hidden width, pushed to the slots of the rows' tokens, on whichever rank they are.
 
+Both multiply rows by a pair of slices as one product. A pair comes through one descriptor of three dimensions, whose first stride leads from
+a slice to its companion: from gate to up, two tensors anywhere in memory, or BLOCK_N rows further down.
+
 There is one pipelined loop, because Triton gives every pipelined loop shared memory of its own, even in branches that exclude each other.
-The branch chooses the tensor descriptors; a slice that sticks out of its matrix is clipped where it is stored.
+The branch chooses the descriptors; a slice that sticks out of its matrix is clipped where it is stored.
 
 Legend: H hidden, I intermediate.
 """
@@ -39,17 +42,15 @@ def dot(a, b, total):
 
 
 @triton.jit
-def multiply(a_desc, b_desc, c_desc, row, b_row, c_row, depth, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """a b^T and a c^T in fp32, for BLOCK_M rows of a and BLOCK_N rows each of b and c. Past the end of a row both operands read zero."""
-    ab = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    ac = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+def multiply(a_desc, b_desc, row, b_row, depth, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """a b^T in fp32, for BLOCK_M rows of a and both BLOCK_N rows of a pair of matrices, as one product. Past the end of a row both read zero."""
+    total = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
     for k in tl.range(0, depth, BLOCK_K):
         a = a_desc.load([row, k])
-        b = b_desc.load([b_row, k])
-        c = c_desc.load([c_row, k])
-        ab = dot(a, b, ab)
-        ac = dot(a, c, ac)
-    return ab, ac
+        b = b_desc.load([0, b_row, k]).reshape(2 * BLOCK_N, BLOCK_K)
+        total = dot(a, b, total)
+    halves = tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1))
+    return tl.split(halves)
 
 
 @triton.jit
@@ -68,11 +69,11 @@ def swiglu(gate, up, limit, CLAMP: tl.constexpr):
 
 @triton.jit
 def store_hidden(
-    gate, up, h_desc, gate_desc, up_desc, ring_row, row, column, saved_rows, limit, CLAMP: tl.constexpr, SAVE: tl.constexpr
+    first, second, gate_first, h_desc, gate_desc, up_desc, ring_row, row, column, saved_rows, limit, CLAMP: tl.constexpr, SAVE: tl.constexpr
 ):  # fmt: skip
     """h into the ring; gate and up, rounded as the backward will read them, into the first saved_rows rows of what is saved."""
-    gate = rounded(gate)
-    up = rounded(up)
+    gate = rounded(tl.where(gate_first != 0, first, second))
+    up = rounded(tl.where(gate_first != 0, second, first))
     h_desc.store([ring_row, column], rounded(swiglu(gate, up, limit, CLAMP)))
     if SAVE:
         if row < saved_rows:

@@ -1,7 +1,7 @@
 """The forward megakernel: dispatch, experts, and the pushes of combine, in one launch.
 
-Every program takes the next task of one list (`tasks.py`) until none is left. Rows live in rings of RING tiles (x and h); tile t uses place
-t mod RING. Signals, one counter per tile:
+Every program takes the next task of one list (`tasks.py`) until none is left. Rows live in rings of `ring` tiles (x and h); tile t uses place
+t mod ring. Signals, one counter per tile:
     x_ready: parts pulled;  h_ready: up tasks done (the place of x is then free);  h_free: down tasks done (the place of h is then free).
 
 Legend: T tokens of this rank, H hidden, I intermediate, S width of the shared experts, K choices per token, R ranks, M padded rows.
@@ -29,7 +29,7 @@ from mok.kernels.tasks import DOWN, END, NOTHING, PULL, SHARED_DOWN, SHARED_UP, 
 @triton.jit
 def needs(
     kind, tile, x_ready_ptr, h_ready_ptr, shared_h_ready_ptr,
-    RING: tl.constexpr, PARTS: tl.constexpr, UPS: tl.constexpr, SHARED_UPS: tl.constexpr,
+    ring, PARTS: tl.constexpr, UPS: tl.constexpr, SHARED_UPS: tl.constexpr,
 ):  # fmt: skip
     """-> (signal, its least value, its name) of what a task reads, or for a pull of the place it fills. The shared experts' x is always there."""
     signal = x_ready_ptr + tile
@@ -45,23 +45,23 @@ def needs(
         signal = shared_h_ready_ptr + tile
         least = SHARED_UPS
         what = H_READY
-    elif (kind == PULL) & (tile >= RING):
-        signal = h_ready_ptr + tile - RING
+    elif (kind == PULL) & (tile >= ring):
+        signal = h_ready_ptr + tile - ring
         least = UPS
         what = X_FREE
     return signal, least, what
 
 
-@triton.jit(do_not_specialize=["rank", "max_tiles", "tokens", "saved_rows", "wait_limit"])
+@triton.jit(do_not_specialize=["rank", "max_tiles", "ring", "tokens", "saved_rows", "gate_first", "shared_gate_first", "wait_limit"])
 def forward_kernel(
     x_ptr, x_ptrs, combine_ptr, combine_ptrs, control_ptrs,
     peer_rank_ptr, peer_token_idx_ptr, tasks_ptr,
-    ring_ptr, ring_x_desc, ring_h_desc, store_h_desc, gate_desc, up_desc, down_desc, save_gate_desc, save_up_desc,
-    shared_x_desc, shared_h_desc, store_shared_h_desc, shared_gate_desc, shared_up_desc, shared_down_desc,
+    ring_ptr, ring_x_desc, ring_h_desc, store_h_desc, gate_up_desc, down_desc, save_gate_desc, save_up_desc,
+    shared_x_desc, shared_h_desc, store_shared_h_desc, shared_gate_up_desc, shared_down_desc,
     save_shared_gate_desc, save_shared_up_desc, shared_out_ptr,
-    signals_ptr, rank, max_tiles, tokens, saved_rows, limit, shared_limit, wait_limit,
+    signals_ptr, rank, max_tiles, ring, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit, wait_limit,
     H: tl.constexpr, I: tl.constexpr, S: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    CLAMP: tl.constexpr, SHARED_CLAMP: tl.constexpr, SAVE: tl.constexpr, RING: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr,
+    CLAMP: tl.constexpr, SHARED_CLAMP: tl.constexpr, SAVE: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """Take tasks until none is left. signals: the ticket counter, then the counters per tile (module text); zero at the start."""
@@ -80,11 +80,11 @@ def forward_kernel(
         taken = tl.atomic_add(signals_ptr + lanes, 1, mask=lanes == 0, sem="relaxed", scope="gpu")
         kind, tile, part, expert = unpack(task)
         row = tile * BLOCK_M
-        ring_row = (tile % RING) * BLOCK_M
-        signal, least, what = needs(kind, tile, x_ready_ptr, h_ready_ptr, shared_h_ready_ptr, RING, PARTS, UPS, SHARED_UPS)
+        ring_row = (tile % ring) * BLOCK_M
+        signal, least, what = needs(kind, tile, x_ready_ptr, h_ready_ptr, shared_h_ready_ptr, ring, PARTS, UPS, SHARED_UPS)
         ok = wait_for(signal, least, control_ptrs, rank, tile, what, wait_limit, R)
-        if (kind == UP) & (tile >= RING) & ok:  # the place of h, too
-            ok = wait_for(h_free_ptr + tile - RING, DOWNS, control_ptrs, rank, tile, H_FREE, wait_limit, R)
+        if (kind == UP) & (tile >= ring) & ok:  # the place of h, too
+            ok = wait_for(h_free_ptr + tile - ring, DOWNS, control_ptrs, rank, tile, H_FREE, wait_limit, R)
         order_copy_engine(tile)
         following = task | END
         if ok:
@@ -101,41 +101,34 @@ def forward_kernel(
                 following = find(tasks_ptr, tl.sum(tl.where(lanes == 0, taken, 0), axis=0), num_tasks)
             else:
                 a_row = tl.where((kind == UP) | (kind == DOWN), ring_row, row)
+                column = tl.minimum(part * (2 * BLOCK_N), H - 2 * BLOCK_N)  # the last pair may overlap its neighbour: the same bits twice
                 if kind == UP:
                     a_desc = ring_x_desc
-                    b_desc = gate_desc
-                    c_desc = up_desc
+                    b_desc = gate_up_desc
                     b_row = expert * I + part * BLOCK_N
-                    c_row = b_row
                     depth = H
                 else:
                     a_desc = ring_h_desc
                     b_desc = down_desc
-                    c_desc = down_desc
-                    b_row = expert * H + part * (2 * BLOCK_N)
-                    c_row = b_row + BLOCK_N
+                    b_row = expert * H + column
                     depth = I
                 if S > 0:
                     if kind == SHARED_UP:
                         a_desc = shared_x_desc
-                        b_desc = shared_gate_desc
-                        c_desc = shared_up_desc
+                        b_desc = shared_gate_up_desc
                         b_row = part * BLOCK_N
-                        c_row = b_row
                         depth = H
                     elif kind == SHARED_DOWN:
                         a_desc = shared_h_desc
                         b_desc = shared_down_desc
-                        c_desc = shared_down_desc
-                        b_row = part * (2 * BLOCK_N)
-                        c_row = b_row + BLOCK_N
+                        b_row = column
                         depth = S
-                ab, ac = multiply(a_desc, b_desc, c_desc, a_row, b_row, c_row, depth, BLOCK_M, BLOCK_N, BLOCK_K)
+                ab, ac = multiply(a_desc, b_desc, a_row, b_row, depth, BLOCK_M, BLOCK_N, BLOCK_K)
                 # The next task's lookup hides behind the stores of this one.
                 following = find(tasks_ptr, tl.sum(tl.where(lanes == 0, taken, 0), axis=0), num_tasks)
                 if kind == UP:
                     store_hidden(
-                        ab, ac, store_h_desc, save_gate_desc, save_up_desc, ring_row, row, part * BLOCK_N, saved_rows, limit, CLAMP, SAVE
+                        ab, ac, gate_first, store_h_desc, save_gate_desc, save_up_desc, ring_row, row, part * BLOCK_N, saved_rows, limit, CLAMP, SAVE
                     )
                     finish_copy_engine_stores(tile)
                     announce(h_ready_ptr + tile)
@@ -144,13 +137,13 @@ def forward_kernel(
                     second = rounded(ac)
                     tl.debug_barrier()  # the accumulators' registers are free before the addresses need some
                     source, slot = find_slots(peer_rank_ptr, peer_token_idx_ptr, row, BLOCK_M)
-                    push_to_slots(first, combine_ptr, combine_ptrs, source, slot, part * (2 * BLOCK_N), H, R, BLOCK_N)
-                    push_to_slots(second, combine_ptr, combine_ptrs, source, slot, part * (2 * BLOCK_N) + BLOCK_N, H, R, BLOCK_N)
+                    push_to_slots(first, combine_ptr, combine_ptrs, source, slot, column, H, R, BLOCK_N)
+                    push_to_slots(second, combine_ptr, combine_ptrs, source, slot, column + BLOCK_N, H, R, BLOCK_N)
                     announce(h_free_ptr + tile)
                 elif S > 0:
                     if kind == SHARED_UP:
                         store_hidden(
-                            ab, ac, store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc, row, row, part * BLOCK_N, tokens,
+                            ab, ac, shared_gate_first, store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc, row, row, part * BLOCK_N, tokens,
                             shared_limit, SHARED_CLAMP, SAVE,
                         )  # fmt: skip
                         finish_copy_engine_stores(tile)
@@ -159,6 +152,6 @@ def forward_kernel(
                         first = rounded(ab)
                         second = rounded(ac)
                         tl.debug_barrier()
-                        store_rows(first, shared_out_ptr, row, tokens, part * (2 * BLOCK_N), H, BLOCK_M, BLOCK_N)
-                        store_rows(second, shared_out_ptr, row, tokens, part * (2 * BLOCK_N) + BLOCK_N, H, BLOCK_M, BLOCK_N)
+                        store_rows(first, shared_out_ptr, row, tokens, column, H, BLOCK_M, BLOCK_N)
+                        store_rows(second, shared_out_ptr, row, tokens, column + BLOCK_N, H, BLOCK_M, BLOCK_N)
         task = following

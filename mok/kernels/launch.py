@@ -6,6 +6,7 @@ S width of the shared experts, C rows whose gate and up are saved.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +38,7 @@ class ForwardPlan:
     """
 
     num_sms: int = 0
-    minibatch_tiles: int = 32
+    minibatch_tiles: int = 16
     ring_tiles: int = 256
     parts: int = 4
     block_m: int = TILE_M
@@ -132,6 +133,27 @@ def _rows(matrix: Tensor, block_rows: int, block_columns: int) -> TensorDescript
     return TensorDescriptor.from_tensor(flat, [block_rows, block_columns])
 
 
+def _pair(first: Tensor, second: Tensor, block_rows: int, block_columns: int) -> tuple[TensorDescriptor, int]:
+    """One descriptor of two matrices of the same shape, and 1 if the first one comes first; the other way round if it lies behind."""
+    columns = first.shape[-1]
+    if first.numel() == 0:
+        first = second = first.new_zeros(1, columns)
+    distance = (second.data_ptr() - first.data_ptr()) // first.element_size()
+    base, rows = (first, first.numel() // columns) if distance >= 0 else (second, first.numel() // columns)
+    strides = [abs(distance) or columns, columns, 1]
+    return TensorDescriptor(base.reshape(-1, columns), [2, rows, columns], strides, [2, block_rows, block_columns]), int(distance >= 0)
+
+
+def _next_rows(matrix: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
+    """A descriptor of a matrix (leading dimensions joined) in which every block has a companion, the same number of rows further down."""
+    columns = matrix.shape[-1]
+    if matrix.numel() == 0:
+        matrix = matrix.new_zeros(2 * block_rows, columns)
+    flat = matrix.reshape(-1, columns)
+    shape = [2, flat.shape[0] - block_rows, columns]
+    return TensorDescriptor(flat, shape, [block_rows * columns, columns, 1], [2, block_rows, block_columns])
+
+
 def ring_tiles(plan: ForwardPlan, tiles: int) -> int:
     """Tiles of the ring: no more than can be in use, at least two minibatches, whole minibatches."""
     minibatches = max(2, min(plan.ring_tiles // plan.minibatch_tiles, triton.cdiv(tiles, plan.minibatch_tiles)))
@@ -156,8 +178,12 @@ def forward(
     save: bool = False,
     plan: ForwardPlan | None = None,
     shared_out_TH: Tensor | None = None,
+    term_TH: Tensor | None = None,
 ) -> tuple[Tensor, Saved | None]:
-    """Publish, one kernel, combine. shared: gate [S, H], up [S, H], down [H, S]. shared_out_TH: takes their output, for who wants to keep it."""
+    """Publish, one kernel, combine. shared: gate [S, H], up [S, H], down [H, S]. shared_out_TH takes their output, for who wants to keep it.
+
+    term_TH: what combine adds first, in place of shared experts.
+    """
     workspace.check()
     plan = plan or ForwardPlan()
     memory, hidden, width = workspace.memory, workspace.hidden, gate_LIH.shape[1]
@@ -167,7 +193,7 @@ def forward(
         workspace, rows, x_TH, gate_LIH, up_LIH, down_LHI, shared, clamp, shared_clamp, saved_rows, save, plan, hidden, width, shared_out_TH
     )
     workspace.barrier()
-    out = combine(memory.own["combine"], ids_TK, weights_TK, num_experts, shared_out, shared_scale_T)
+    out = combine(memory.own["combine"], ids_TK, weights_TK, num_experts, shared_out if term_TH is None else term_TH, shared_scale_T)
     return out, saved
 
 
@@ -180,20 +206,20 @@ def launch_kernel(
     args, saved, shared_out = kernel_arguments(
         workspace, rows, x_TH, gate_LIH, up_LIH, down_LHI, shared, clamp, shared_clamp, saved_rows, save, plan, hidden, width
     )
-    write_tasks(workspace, args, rows)
+    write_tasks(workspace, args, rows, plan.minibatch_tiles)
     workspace.barrier()
     programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
     forward_kernel[(programs,)](**args, num_warps=plan.num_warps, num_stages=plan.num_stages)
     return shared_out, saved
 
 
-def write_tasks(workspace: Workspace, args: dict[str, object], rows: DeviceSchedule) -> None:
+def write_tasks(workspace: Workspace, args: dict[str, object], rows: DeviceSchedule, minibatch_tiles: int) -> None:
     """The kernel's list of tasks, and signals at zero."""
     tasks, signals, n = args["tasks_ptr"], args["signals_ptr"], args["BLOCK_N"]
     programs = min(triton.cdiv(tasks.numel(), BLOCK_TICKETS), 2 * workspace.num_sms)
     tasks_kernel[(programs,)](
         tasks, signals, rows.tile_expert, rows.num_tokens, signals.numel(), args["tokens"],
-        TILES=args["TILES"], PARTS=args["PARTS"], UPS=triton.cdiv(args["I"], n), DOWNS=triton.cdiv(args["H"], 2 * n),
+        TILES=minibatch_tiles, PARTS=args["PARTS"], UPS=triton.cdiv(args["I"], n), DOWNS=triton.cdiv(args["H"], 2 * n),
         SHARED_UPS=triton.cdiv(args["S"], n), BLOCK_M=args["BLOCK_M"], BLOCK=BLOCK_TICKETS,
     )  # fmt: skip
 
@@ -205,6 +231,8 @@ def kernel_arguments(
 ) -> tuple[dict[str, object], Saved | None, Tensor | None]:  # fmt: skip
     """Every argument of the kernel by name."""
     memory, tokens = workspace.memory, x_TH.shape[0]
+    if hidden < 2 * plan.block_n:  # a pair of slices of H must fit
+        plan = dataclasses.replace(plan, block_n=1 << (hidden // 2).bit_length() - 1)
     m, n, k = plan.block_m, plan.block_n, plan.block_k
     tiles = rows.tile_expert.numel()
     ring = ring_tiles(plan, tiles)
@@ -221,6 +249,8 @@ def kernel_arguments(
     if save:
         empty = lambda count, columns: torch.empty(count, columns, dtype=bf16, device=workspace.device)  # noqa: E731
         saved = Saved(*(empty(saved_rows, width) for _ in range(2)), *(empty(tokens, max(shared_width, 8)) for _ in range(2)))
+    gate_up, gate_first = _pair(gate_LIH, up_LIH, n, k)
+    shared_gate_up, shared_gate_first = _pair(shared_gate, shared_up, n, k)
     shared_tiles = triton.cdiv(tokens, m) if shared_width else 0
     signals = workspace.take("signals", (32 + 3 * tiles + shared_tiles,), torch.int32)
     ups, downs, shared_ups = triton.cdiv(width, n), triton.cdiv(hidden, 2 * n), triton.cdiv(shared_width, n)
@@ -231,17 +261,18 @@ def kernel_arguments(
         control_ptrs=memory.addresses["control"],
         peer_rank_ptr=rows.peer_rank, peer_token_idx_ptr=rows.peer_token_idx, tasks_ptr=tasks,
         ring_ptr=x_ring, ring_x_desc=_rows(x_ring, m, k), ring_h_desc=_rows(h_ring, m, k), store_h_desc=_rows(h_ring, m, n),
-        gate_desc=_rows(gate_LIH, n, k), up_desc=_rows(up_LIH, n, k), down_desc=_rows(down_LHI, n, k),
+        gate_up_desc=gate_up, down_desc=_next_rows(down_LHI, n, k),
         save_gate_desc=_rows(saved.gate_CI if saved else h_ring, m, n), save_up_desc=_rows(saved.up_CI if saved else h_ring, m, n),
         shared_x_desc=_rows(x_TH, m, k), shared_h_desc=_rows(shared_h, m, k), store_shared_h_desc=_rows(shared_h, m, n),
-        shared_gate_desc=_rows(shared_gate, n, k), shared_up_desc=_rows(shared_up, n, k), shared_down_desc=_rows(shared_down, n, k),
+        shared_gate_up_desc=shared_gate_up, shared_down_desc=_next_rows(shared_down, n, k),
         save_shared_gate_desc=_rows(saved.shared_gate_TS if saved else h_ring, m, n),
         save_shared_up_desc=_rows(saved.shared_up_TS if saved else h_ring, m, n),
         shared_out_ptr=shared_out if shared_width else x_ring,
-        signals_ptr=signals, max_tiles=tiles, tokens=tokens, saved_rows=saved_rows,
+        signals_ptr=signals, max_tiles=tiles, ring=ring, tokens=tokens, gate_first=gate_first, shared_gate_first=shared_gate_first,
+         saved_rows=saved_rows,
         limit=float(clamp or 0.0), shared_limit=float(shared_clamp or 0.0), wait_limit=workspace.limit,
         rank=memory.rank, H=hidden, I=width, S=shared_width, K=workspace.top_k, R=memory.size,
-        CLAMP=clamp is not None, SHARED_CLAMP=shared_clamp is not None, SAVE=save, RING=ring, TILES=plan.minibatch_tiles, PARTS=plan.parts,
+        CLAMP=clamp is not None, SHARED_CLAMP=shared_clamp is not None, SAVE=save, PARTS=plan.parts,
         BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, BLOCK_H=min(plan.block_h, triton.next_power_of_2(hidden)), THREADS=32 * plan.num_warps,
     )  # fmt: skip
     return args, saved, shared_out

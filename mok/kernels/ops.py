@@ -40,7 +40,9 @@ def workspace_of(number: int) -> Workspace:
 @torch.library.custom_op("mok::gpu_schedule", mutates_args=())
 def gpu_schedule(top_experts: Tensor, workspace: int, num_experts: int) -> list[Tensor]:
     """The fields of a DeviceSchedule."""
-    return list(vars(launch.schedule(workspace_of(workspace), top_experts, num_experts)).values())
+    inner = workspace_of(workspace)
+    with torch.cuda.device(inner.device):
+        return list(vars(launch.schedule(inner, top_experts, num_experts)).values())
 
 
 @gpu_schedule.register_fake
@@ -70,11 +72,13 @@ def gpu_forward(
     plan: list[int],
 ) -> list[Tensor]:
     """-> output; with `save` also gate [C, I], up [C, I], shared gate [T, S], shared up [T, S]. plan: (num_sms, minibatch, ring) in tiles."""
-    out, saved = launch.forward(
-        workspace_of(workspace), DeviceSchedule(*schedule), top_experts, weights, x, *experts, num_experts,
-        shared=(shared[0], shared[1], shared[2]) if shared else None, clamp=clamp, shared_clamp=shared_clamp, shared_scale_T=shared_scale,
-        saved_rows=saved_rows, save=save, plan=ForwardPlan(num_sms=plan[0], minibatch_tiles=plan[1], ring_tiles=plan[2]),
-    )  # fmt: skip
+    inner, cut = workspace_of(workspace), ForwardPlan(num_sms=plan[0], minibatch_tiles=plan[1], ring_tiles=plan[2])
+    with torch.cuda.device(inner.device):
+        out, saved = launch.forward(
+            inner, DeviceSchedule(*schedule), top_experts, weights, x, *experts, num_experts,
+            shared=(shared[0], shared[1], shared[2]) if shared else None, clamp=clamp, shared_clamp=shared_clamp,
+            shared_scale_T=shared_scale, saved_rows=saved_rows, save=save, plan=cut,
+        )  # fmt: skip
     return [out, *(vars(saved).values() if saved else ())]
 
 

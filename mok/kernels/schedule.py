@@ -27,7 +27,7 @@ from mok.schedule import local_experts
 BLOCK_N = 512
 
 
-@triton.jit(do_not_specialize=["rank", "num_slots"])
+@triton.jit(do_not_specialize=["rank", "num_slots"], do_not_specialize_on_alignment=["ids_ptr"])
 def count_kernel(
     ids_ptr, block_counts_ptr, control_ptrs, rank, num_slots,
     E: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BINS: tl.constexpr,
@@ -63,7 +63,7 @@ def scan_kernel(block_counts_ptr, counts_ptr, starts_ptr, num_blocks, E: tl.cons
     tl.store(starts_ptr + experts, tl.cumsum(total, axis=0) - total, mask=experts < E)
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["ids_ptr"])
 def place_kernel(ids_ptr, block_counts_ptr, starts_ptr, order_ptr, num_slots, E: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
     """order[start of its expert + equal ids of earlier blocks + equal ids earlier in this block] = slot."""
     block = tl.program_id(0)
@@ -166,7 +166,7 @@ def sort_slots(memory: PeerMemory, ids_TK: Tensor, num_experts: int) -> None:
     )
     if num_blocks:
         place_kernel[(num_blocks,)](
-            ids_TK, block_counts, memory.own["starts"], memory.own["order"], num_slots, E=num_experts, BLOCK_N=BLOCK_N, CHUNK=16, num_warps=8
+            ids_TK, block_counts, memory.own["starts"], memory.own["order"], num_slots, E=num_experts, BLOCK_N=BLOCK_N, CHUNK=64, num_warps=8
         )
 
 
