@@ -72,13 +72,15 @@ def store_hidden(
     first, second, gate_first, h_desc, gate_desc, up_desc, ring_row, row, column, saved_rows, limit, CLAMP: tl.constexpr, SAVE: tl.constexpr
 ):  # fmt: skip
     """h into the ring; gate and up, rounded as the backward will read them, into the first saved_rows rows of what is saved."""
-    gate = rounded(tl.where(gate_first != 0, first, second))
-    up = rounded(tl.where(gate_first != 0, second, first))
-    h_desc.store([ring_row, column], rounded(swiglu(gate, up, limit, CLAMP)))
+    first = rounded(first)
+    second = rounded(second)
+    gate = tl.where(gate_first != 0, first, second)
+    up = tl.where(gate_first != 0, second, first)
     if SAVE:
         if row < saved_rows:
             gate_desc.store([row, column], gate)
             up_desc.store([row, column], up)
+    h_desc.store([ring_row, column], rounded(swiglu(gate, up, limit, CLAMP)))
 
 
 @triton.jit
