@@ -25,7 +25,7 @@ GENERATION = 1 << 20
 REPORT_FIELDS = ("rank", "task", "what", "expected", "found")
 
 # What a wait was waiting for; an index into these names is what a report carries.
-STATES = ("barrier", "x_ready", "h_ready", "h_free", "x_free", "expert id", "gate_ready", "d_gate_ready", "expert_ready", "group_done")
+STATES = ("barrier", "x_ready", "h_ready", "h_free", "x_free", "expert id", "gate_ready", "d_gate_ready", "group_ready", "group_done")
 
 
 def regions(max_tokens: int, hidden: int, num_experts: int, top_k: int, ranks: int) -> list[Region]:
