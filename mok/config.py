@@ -197,8 +197,11 @@ class Tuning:
     minibatch: rows that are made ready together; a multiple of 128.
     macrobatch: rows of the ring that holds dispatched rows; a multiple of minibatch. It bounds memory, never correctness.
     saved_rows: how many of a rank's rows keep gate and up (2 * I values each) from forward to backward; the rest are recomputed in
-        backward. None keeps all, 0 none.
+        backward. None keeps all (in a group of GPUs, a quarter more than under a balanced load), 0 none.
     timeout_s: seconds that a rank waits for another one before it raises `FabricError`.
+    num_sms: on a GPU, programs of a kernel; 0 means one per multiprocessor. What is left serves other kernels, NCCL's for instance.
+    max_tokens: on a GPU, the most tokens that a rank of a group will bring; None means as many as the first call brings. Memory for
+        dispatch and combine is sized by it once, since later calls never wait for the host. A rank without a group needs no limit.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and the rule it breaks.
@@ -208,6 +211,8 @@ class Tuning:
     macrobatch: int = 32768
     saved_rows: int | None = None
     timeout_s: float = 120.0
+    num_sms: int = 0
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         _check_int("minibatch", self.minibatch, 1)
@@ -219,6 +224,9 @@ class Tuning:
         if self.saved_rows is not None:
             _check_int("saved_rows", self.saved_rows, 0)
         _check_float("timeout_s", self.timeout_s, 0.0, above=True)
+        _check_int("num_sms", self.num_sms, 0)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1)
 
     def replace(self, **changes: Any) -> Tuning:
         """A copy with some fields changed, checked again."""

@@ -184,6 +184,36 @@ def _row_swiglu_backward(
         return d_x, gradient.gate.to(dtype), gradient.up.to(dtype), gradient.down.to(dtype)
 
 
+@row_linear.register_kernel("cuda")
+def _(x_NH: Tensor, weight_OH: Tensor) -> Tensor:
+    from mok.kernels import dense
+
+    return dense.row_linear(x_NH, weight_OH)
+
+
+@_row_linear_backward.register_kernel("cuda")
+def _(d_out: Tensor, x_NH: Tensor, weight_OH: Tensor) -> tuple[Tensor, Tensor]:
+    from mok.kernels import dense
+
+    return dense.row_linear_backward(d_out, x_NH, weight_OH)
+
+
+@row_swiglu.register_kernel("cuda")
+def _(x_NH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, clamp: float | None = None) -> Tensor:
+    from mok.kernels import dense
+
+    return dense.row_swiglu(x_NH, gate_IH, up_IH, down_HI, clamp)
+
+
+@_row_swiglu_backward.register_kernel("cuda")
+def _(
+    d_out: Tensor, x_NH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, clamp: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from mok.kernels import dense
+
+    return dense.row_swiglu_backward(d_out, x_NH, gate_IH, up_IH, down_HI, clamp)
+
+
 def _contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors)
 

@@ -10,6 +10,8 @@ Legend: T tokens of a rank, H hidden, I intermediate, E experts in all, K choice
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ from mok.config import MoEConfig, Tuning
 from mok.executor import row_linear, row_swiglu, wide_dtype
 from mok.fabric import HostFabric, host_fabric
 from mok.ops import Inputs, MainGrads, Problem
-from mok.router import Router, _Sigmoid, balance_loss
+from mok.router import Router, balance_loss, row_sigmoid, scale_rows
 from mok.schedule import local_experts
 
 Group = dist.ProcessGroup | HostFabric | None
@@ -59,9 +61,10 @@ def _local(parameter: Tensor) -> Tensor:
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in autocast's dtype where it is on."""
-    if not torch.is_autocast_enabled("cpu"):
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
         return tensors
-    return tuple(t.to(torch.get_autocast_dtype("cpu")) for t in tensors)
+    return tuple(t.to(torch.get_autocast_dtype(device)) for t in tensors)
 
 
 def _main_grad(parameter: Tensor) -> Tensor | None:
@@ -69,39 +72,90 @@ def _main_grad(parameter: Tensor) -> Tensor | None:
     return None if main is None or not parameter.requires_grad else _local(main)
 
 
-def _routed(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_EIH: Tensor,
-    up_EIH: Tensor,
-    down_EHI: Tensor,
-    shared: Tensor | None,
-    num_experts: int,
-    clamp: float | None,
-    fabric: HostFabric,
-    group_name: str,
-    tuning: Tuning,
+@dataclass(frozen=True)
+class _Group:
+    """The ranks of a layer: a torch.distributed group, a virtual rank, or this rank alone."""
+
+    given: Group
+    rank: int
+    size: int
+
+    @staticmethod
+    def of(group: Group) -> _Group:
+        if isinstance(group, HostFabric):
+            return _Group(group, group.rank, group.size)
+        if group is None or dist.get_world_size(group) == 1:
+            return _Group(None, 0, 1)
+        return _Group(group, dist.get_rank(group), dist.get_world_size(group))
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The torch.distributed group, for more than one rank."""
+        if isinstance(self.given, HostFabric) and self.size > 1:
+            raise ValueError("group: virtual ranks run on the CPU, and not under torch.compile; give a torch.distributed group")
+        return self.given if isinstance(self.given, dist.ProcessGroup) else None
+
+    @property
+    def fabric(self) -> HostFabric:
+        return host_fabric(self.given)
+
+
+def _routed_cpu(
+    inputs: Inputs, shared: Tensor | None, main_grads: MainGrads, num_experts: int, clamp: float | None, group: _Group, tuning: Tuning
 ) -> tuple[Tensor, Tensor]:
     """out [T, H] and the counts int64 [E] of the group's routes."""
-    main_grads: MainGrads = (_main_grad(gate_EIH), _main_grad(up_EIH), _main_grad(down_EHI))
-    gate, up, down = _local(gate_EIH), _local(up_EIH), _local(down_EHI)
-    x, gate, up, down = _autocast(x, gate, up, down)
-    if weights.dtype.is_floating_point:  # anything else is refused with all ranks
-        weights = weights.to(wide_dtype(x.dtype))
+    x, weights = inputs.x, inputs.weights
     if torch.compiler.is_compiling():
-        if isinstance(fabric, HostFabric) and fabric.size > 1 and not group_name:
-            raise ValueError("group: virtual ranks cannot be compiled; give a torch.distributed group")
         if any(main is not None for main in main_grads):
-            raise ValueError("main_grad: cannot be accumulated into under torch.compile; leave the attribute away")
-        settings = (group_name, num_experts, clamp, tuning.minibatch, tuning.macrobatch, tuning.timeout_s)
-        return ops.cpu_forward(x, ids, weights, gate, up, down, shared, *settings)
-    problem = Problem(fabric, tuning, num_experts, clamp)
-    asked = (x.requires_grad, weights.requires_grad, any(w.requires_grad for w in (gate, up, down)))
-    call = ops.begin("forward", problem, Inputs(x, ids, weights, gate, up, down), asked, shared=shared, main_grads=main_grads)
+            raise ValueError("main_grad: cannot be accumulated into under torch.compile on the CPU; leave the attribute away")
+        name = "" if group.process_group is None else group.process_group.group_name
+        settings = (name, num_experts, clamp, tuning.minibatch, tuning.macrobatch, tuning.timeout_s)
+        return ops.cpu_forward(x, inputs.ids, weights, inputs.gate, inputs.up, inputs.down, shared, *settings)
+    problem = Problem(group.fabric, tuning, num_experts, clamp)
+    asked = (x.requires_grad, weights.requires_grad, any(w.requires_grad for w in (inputs.gate, inputs.up, inputs.down)))
+    call = ops.begin("forward", problem, inputs, asked, shared=shared, main_grads=main_grads)
     # A rank from which nothing is asked must still come to backward when another rank needs its experts.
     anchor = torch.empty(0, requires_grad=torch.is_grad_enabled() and any(any(request["asked"]) for request in call.requests))
-    return _RoutedExperts.apply(anchor, x, ids, weights, gate, up, down, shared, call, problem, main_grads)
+    everything = (x, inputs.ids, weights, inputs.gate, inputs.up, inputs.down)
+    return _RoutedExperts.apply(anchor, *everything, shared, call, problem, main_grads)
+
+
+def _routed_gpu(
+    inputs: Inputs,
+    shared: Tensor | None,
+    main_grads: MainGrads,
+    num_experts: int,
+    clamp: float | None,
+    group: _Group,
+    tuning: Tuning,
+    shared_experts: SharedExperts | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out [T, H] and the counts int64 [E] of the group's routes. shared_experts: computed inside the kernel, in place of `shared`."""
+    from mok.kernels import autograd
+
+    ops.check(inputs, shared, main_grads, num_experts, clamp, group.rank, group.size)
+    x, width = inputs.x, inputs.gate.shape[1]
+    if x.dtype != torch.bfloat16:
+        raise TypeError(f"x has dtype {x.dtype}: must be torch.bfloat16 on a GPU")
+    for name, size in (("hidden_size", x.shape[1]), ("intermediate_size", width)):
+        if size % 16:
+            raise ValueError(f"{name}={size}: must be a multiple of 16 on a GPU")
+    mains = [main for main in main_grads if main is not None]
+    if len(mains) not in (0, 3):
+        raise ValueError("main_grad: on a GPU, gate_EIH, up_EIH and down_EHI must all have one or none")
+    matrices = scale = shared_clamp = None
+    if shared_experts is not None:
+        parameters = (shared_experts.gate_SH, shared_experts.up_SH, shared_experts.down_HS)
+        gate, up, down = _autocast(*parameters)
+        matrices, shared_clamp = (gate, up, down), shared_experts.clamp
+        shared_mains = [main for main in map(_main_grad, parameters) if main is not None]
+        if len(shared_mains) != len(mains):
+            raise ValueError("main_grad: on a GPU, the routed and the shared experts must all have one or none")
+        mains += shared_mains
+        scale = shared_experts.scale(x)
+    experts = (inputs.gate.contiguous(), inputs.up.contiguous(), inputs.down.contiguous())
+    arguments = (x.contiguous(), inputs.ids.to(torch.int64).contiguous(), inputs.weights.contiguous(), experts)
+    return autograd.layer(*arguments, matrices, scale, shared, mains, num_experts, clamp, shared_clamp, group.process_group, tuning)
 
 
 def moe(
@@ -124,7 +178,7 @@ def moe(
     `mok.schedule.local_experts` gives it.
 
     Args:
-        x: [..., H], fp64, fp32, bf16 or fp16; under autocast it and the expert weights are cast to autocast's dtype.
+        x: [..., H], fp64, fp32, bf16 or fp16, on a GPU bf16; under autocast it and the expert weights are cast to autocast's dtype.
         ids: int64 or int32 [..., K], -1 masks a slot; the same expert may stand twice.
         weights: [..., K], any floating-point dtype, used in fp32 (fp64 for fp64 x); a masked slot's weight is never read.
         gate_EIH, up_EIH: [L, I, H] experts of this rank; down_EHI: [L, H, I]; in the dtype of x. Where a parameter has an attribute
@@ -139,20 +193,29 @@ def moe(
         [..., H] in the dtype of x.
 
     Raises:
-        ValueError, TypeError: bad or disagreeing arguments; the same on every rank, before anything is computed.
+        ValueError, TypeError: bad or disagreeing arguments; on the CPU the same on every rank, before anything is computed. On a GPU
+            each rank checks shapes for itself, and an id out of range is reported by a later call, as nothing waits for the device.
         FabricError: a rank of the group did not come, died, or was too slow (`Tuning.timeout_s`); it says which.
     """
-    fabric = host_fabric(group)
+    ranks = _Group.of(group)
     if num_experts is None:
-        if fabric.size > 1:
+        if ranks.size > 1:
             raise ValueError("num_experts=None: must be given when the group has more than one rank")
         num_experts = gate_EIH.shape[0]
+    inputs, main_grads = _inputs(_flat(x), _flat(ids), _flat(weights), gate_EIH, up_EIH, down_EHI)
+    run = _routed_gpu if x.is_cuda else _routed_cpu
     flat_shared = None if shared is None else _flat(shared)
-    tuning = Tuning() if tuning is None else tuning
-    group_name = group.group_name if isinstance(group, dist.ProcessGroup) and fabric.size > 1 else ""
-    arguments = (_flat(x), _flat(ids), _flat(weights), gate_EIH, up_EIH, down_EHI, flat_shared)
-    out, _ = _routed(*arguments, num_experts, clamp, fabric, group_name, tuning)
+    out, _ = run(inputs, flat_shared, main_grads, num_experts, clamp, ranks, Tuning() if tuning is None else tuning)
     return out.view(x.shape)
+
+
+def _inputs(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> tuple[Inputs, MainGrads]:
+    """This rank's part of the parameters, everything in the dtypes of the computation, and the parameters' main_grads."""
+    main_grads = (_main_grad(gate), _main_grad(up), _main_grad(down))
+    x, gate, up, down = _autocast(x, _local(gate), _local(up), _local(down))
+    if weights.dtype.is_floating_point:  # anything else is refused with all ranks
+        weights = weights.to(wide_dtype(x.dtype))
+    return Inputs(x, ids, weights, gate, up, down), main_grads
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -176,9 +239,12 @@ class SharedExperts(nn.Module):
         """[T, H] in fp32 (fp64 for fp64): the term that combine adds first."""
         x_TH, gate, up, down = _autocast(x_TH, self.gate_SH, self.up_SH, self.down_HS)
         out = row_swiglu(x_TH, gate, up, down, self.clamp)
-        if self.output_gate_H is not None:
-            out = out * _Sigmoid.apply(row_linear(x_TH, self.output_gate_H[None]))
-        return out
+        scale = self.scale(x_TH)
+        return out if scale is None else scale_rows(out, scale)
+
+    def scale(self, x_TH: Tensor) -> Tensor | None:
+        """sigmoid(x . g) [T], wide; None without a gate."""
+        return None if self.output_gate_H is None else row_sigmoid(row_linear(x_TH, self.output_gate_H[None]))[:, 0]
 
 
 class MoE(nn.Module):
@@ -216,10 +282,13 @@ class MoE(nn.Module):
         super().__init__()
         self.config = config
         self.tuning = Tuning() if tuning is None else tuning
-        self.fabric = host_fabric(group)
-        self.group_name = group.group_name if isinstance(group, dist.ProcessGroup) and self.fabric.size > 1 else ""
-        experts = local_experts(config.num_experts, self.fabric.size, self.fabric.rank)
-        mesh = DeviceMesh.from_group(group, "cpu") if isinstance(group, dist.ProcessGroup) and self.group_name else None
+        self.group = _Group.of(group)
+        kind = torch.get_default_device().type if device is None else torch.device(device).type
+        if kind == "cpu":
+            _ = self.fabric  # made here, where all ranks are sure to come
+        experts = local_experts(config.num_experts, self.group.size, self.group.rank)
+        sharded = isinstance(group, dist.ProcessGroup) and self.group.size > 1
+        mesh = DeviceMesh.from_group(group, kind) if isinstance(group, dist.ProcessGroup) and sharded else None
 
         def shard(rows: int, columns: int) -> nn.Parameter:
             local = torch.empty(len(experts), rows, columns, dtype=dtype, device=device)
@@ -243,7 +312,7 @@ class MoE(nn.Module):
         """The router's own start; normal weights of deviation 1 / sqrt(fan-in) for all experts, from torch's default generator."""
         self.router.reset_parameters()
         seed = int(torch.randint(2**40, ()))
-        experts = local_experts(self.config.num_experts, self.fabric.size, self.fabric.rank)
+        experts = local_experts(self.config.num_experts, self.group.size, self.group.rank)
         for parameter in (self.gate_EIH, self.up_EIH, self.down_EHI):
             seed += self.config.num_experts
             for local, e in enumerate(experts):
@@ -252,6 +321,11 @@ class MoE(nn.Module):
         for parameter in self.shared.parameters() if self.shared is not None else ():
             parameter.copy_(torch.randn(parameter.shape) * parameter.shape[-1] ** -0.5)
 
+    @property
+    def fabric(self) -> HostFabric:
+        """The group's memory on the CPU, shared by all its layers."""
+        return self.group.fabric
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., H] in the parameters' dtype (any floating-point dtype under autocast) -> the same shape.
 
@@ -259,12 +333,15 @@ class MoE(nn.Module):
         """
         if x.dim() == 0 or x.shape[-1] != self.config.hidden_size:
             self._refuse(ValueError(f"x has shape {tuple(x.shape)}: must be [..., H] with H=hidden_size={self.config.hidden_size}"))
-        if x.dtype != self.router.weight.dtype and not torch.is_autocast_enabled("cpu"):
+        if x.dtype != self.router.weight.dtype and not torch.is_autocast_enabled(x.device.type):
             self._refuse(TypeError(f"x has dtype {x.dtype}: must be that of the parameters, {self.router.weight.dtype}, outside autocast"))
         flat = x.reshape(-1, x.shape[-1])
         routing = self.router(flat)
-        shared = self.shared(flat) if self.shared is not None else None
-        out = self.routed(flat, routing.ids_TK, routing.weights_TK, shared)
+        if x.is_cuda:
+            out = self._run(flat, routing.ids_TK, routing.weights_TK, None, self.shared)
+        else:
+            shared = self.shared(flat) if self.shared is not None else None
+            out = self.routed(flat, routing.ids_TK, routing.weights_TK, shared)
         if self.training and self.config.balance_loss_weight > 0:
             tokens = x.shape[-2] if x.dim() > 1 else 1
             loss = balance_loss(routing.scores_TE, routing.ids_TK, self.config, tokens)
@@ -273,10 +350,12 @@ class MoE(nn.Module):
 
     def routed(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, shared: Tensor | None = None) -> Tensor:
         """Dispatch, experts and combine for given choices; see `moe`."""
-        out, counts_E = _routed(
-            x_TH, ids_TK, weights_TK, self.gate_EIH, self.up_EIH, self.down_EHI, shared,
-            self.config.num_experts, self.config.clamp, self.fabric, self.group_name, self.tuning,
-        )  # fmt: skip
+        return self._run(x_TH, ids_TK, weights_TK, shared, None)
+
+    def _run(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, shared: Tensor | None, shared_experts: SharedExperts | None) -> Tensor:
+        inputs, main_grads = _inputs(x_TH, ids_TK, weights_TK, self.gate_EIH, self.up_EIH, self.down_EHI)
+        arguments = (inputs, shared, main_grads, self.config.num_experts, self.config.clamp, self.group, self.tuning)
+        out, counts_E = _routed_gpu(*arguments, shared_experts) if x_TH.is_cuda else _routed_cpu(*arguments)
         if self._counts_now():
             self.tokens_per_expert.copy_(counts_E)
         return out
@@ -309,9 +388,11 @@ class MoE(nn.Module):
         return counts
 
     def _refuse(self, error: Exception) -> None:
-        """Raise the error on every rank of the group."""
-        host_fabric(self.fabric).begin("forward", {}, lambda request: [], error=error, timeout_s=self.tuning.timeout_s)
+        """Raise the error, on the CPU on every rank of the group."""
+        if self.router.weight.is_cuda:
+            raise error
+        self.fabric.begin("forward", {}, lambda request: [], error=error, timeout_s=self.tuning.timeout_s)
 
     def extra_repr(self) -> str:
         c = self.config
-        return f"H={c.hidden_size}, I={c.intermediate_size}, E={c.num_experts}, K={c.top_k}, score={c.score}, ranks={self.fabric.size}"
+        return f"H={c.hidden_size}, I={c.intermediate_size}, E={c.num_experts}, K={c.top_k}, score={c.score}, ranks={self.group.size}"

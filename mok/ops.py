@@ -54,8 +54,10 @@ MainGrads = tuple[Tensor | None, Tensor | None, Tensor | None]
 NO_MAIN_GRADS: MainGrads = (None, None, None)
 
 
-def _check(problem: Problem, inputs: Inputs, shared: Tensor | None, main_grads: MainGrads) -> None:
-    """Everything that can be wrong with one rank's arguments, said before any rank computes."""
+def check(
+    inputs: Inputs, shared: Tensor | None, main_grads: MainGrads, num_experts: int, clamp: float | None, rank: int, size: int
+) -> None:
+    """What can be wrong with one rank's arguments on any device, without looking at values."""
     x, ids, weights = inputs.x, inputs.ids, inputs.weights
     if x.dim() != 2:
         raise ValueError(f"x has shape {tuple(x.shape)}: must be [..., H]")
@@ -71,11 +73,11 @@ def _check(problem: Problem, inputs: Inputs, shared: Tensor | None, main_grads: 
     if not weights.dtype.is_floating_point:
         raise TypeError(f"weights has dtype {weights.dtype}: must be a floating-point dtype")
     experts = {"gate_EIH": inputs.gate, "up_EIH": inputs.up, "down_EHI": inputs.down}
-    local = len(local_experts(problem.num_experts, problem.fabric.size, problem.fabric.rank))
+    local = len(local_experts(num_experts, size, rank))
     width = inputs.gate.shape[1] if inputs.gate.dim() == 3 else "I"
     for (name, tensor), main in zip(experts.items(), main_grads, strict=True):
         expected = (local, hidden, width) if name == "down_EHI" else (local, width, hidden)
-        here = f"{local} of num_experts={problem.num_experts} experts live on rank {problem.fabric.rank} of {problem.fabric.size}"
+        here = f"{local} of num_experts={num_experts} experts live on rank {rank} of {size}"
         if tuple(tensor.shape) != expected:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: must be {expected} ({here}; H is that of x)")
         if tensor.dtype != x.dtype:
@@ -84,17 +86,18 @@ def _check(problem: Problem, inputs: Inputs, shared: Tensor | None, main_grads: 
             raise ValueError(f"{name}.main_grad is {main.dtype} {tuple(main.shape)}: must be torch.float32 {tuple(tensor.shape)}")
     if shared is not None and (shared.shape != x.shape or not shared.dtype.is_floating_point):
         raise ValueError(f"shared is {shared.dtype} {tuple(shared.shape)}: must be floating-point of the shape of x, {tuple(x.shape)}")
-    if problem.clamp is not None and not problem.clamp > 0:
-        raise ValueError(f"clamp={problem.clamp!r}: must be None or above 0")
+    if clamp is not None and not clamp > 0:
+        raise ValueError(f"clamp={clamp!r}: must be None or above 0")
     for name, other in {"ids": ids, "weights": weights, **experts}.items():
         if other.device != x.device:
             raise ValueError(f"{name} is on {other.device}: must be on the device of x, {x.device}")
-    if x.device.type != "cpu":
-        raise ValueError(f"x is on {x.device}: this layer computes on the CPU so far")
+
+
+def _check_ids(ids: Tensor, num_experts: int) -> None:
     if ids.numel():
         low, high = (int(bound) for bound in ids.aminmax())
-        if low < -1 or high >= problem.num_experts:
-            raise ValueError(f"ids has values from {low} to {high}: must be -1 (masked) or 0 to {problem.num_experts - 1}")
+        if low < -1 or high >= num_experts:
+            raise ValueError(f"ids has values from {low} to {high}: must be -1 (masked) or 0 to {num_experts - 1}")
 
 
 def _forward_regions(request: dict[str, Any]) -> list[Region]:
@@ -128,8 +131,9 @@ def begin(
     request: dict[str, Any] = {}
     error: Exception | None = None
     try:
-        _check(problem, inputs, shared, main_grads)
-    except (TypeError, ValueError) as failure:
+        check(inputs, shared, main_grads, problem.num_experts, problem.clamp, problem.fabric.rank, problem.fabric.size)
+        _check_ids(inputs.ids, problem.num_experts)
+    except Exception as failure:  # whatever it is, the other ranks must hear of it
         error = failure
     else:
         request = {

@@ -65,18 +65,8 @@ def choose_experts(logits_TE: Tensor, config: MoEConfig, bias_E: Tensor | None =
     if bias_E is not None and bias_E.shape != (config.num_experts,):
         raise ValueError(f"bias_E.shape={tuple(bias_E.shape)}: must be (num_experts={config.num_experts},)")
 
-    scores_TE = _scores(logits_TE, config)
-    with torch.no_grad():
-        biased_TE = scores_TE if bias_E is None else scores_TE + bias_E.to(scores_TE.dtype)
-        if config.num_groups == 1:
-            ids_TK = _best(biased_TE, config.top_k)
-        else:
-            candidates_TC = _group_candidates(biased_TE, config)
-            ids_TK = candidates_TC.gather(1, _best(biased_TE.gather(1, candidates_TC), config.top_k))
-    weights_TK = scores_TE.gather(1, ids_TK)
-    if config.renormalize:
-        weights_TK = weights_TK / (_sum_by_halving(weights_TK, 1).unsqueeze(1) + SUM_EPS)
-    return Routing(ids_TK, weights_TK * config.scaling_factor, scores_TE)
+    c = config
+    return Routing(*_choose(logits_TE, bias_E, c.score, c.top_k, c.renormalize, c.scaling_factor, c.num_groups, c.top_groups))
 
 
 def balance_loss(scores_TE: Tensor, ids_TK: Tensor, config: MoEConfig, tokens_per_sequence: int) -> Tensor:
@@ -105,14 +95,7 @@ def balance_loss(scores_TE: Tensor, ids_TK: Tensor, config: MoEConfig, tokens_pe
     if tokens < 1 or scores_TE.shape[0] % tokens:
         raise ValueError(f"tokens_per_sequence={tokens}: must be at least 1 and divide the {scores_TE.shape[0]} tokens")
 
-    sequences = scores_TE.shape[0] // tokens
-    slots_SF = ids_TK.reshape(sequences, tokens * top_k).to(torch.int64)
-    slots_SF = torch.where(slots_SF < 0, experts, slots_SF)
-    counts_SE = slots_SF.new_zeros(sequences, experts + 1).scatter_add_(1, slots_SF, torch.ones_like(slots_SF))[:, :experts]
-    f_SE = (counts_SE * experts).to(scores_TE.dtype) / (top_k * tokens)
-    p_TE = scores_TE / (_sum_by_halving(scores_TE, 1).unsqueeze(1) + SUM_EPS)
-    P_SE = p_TE.reshape(sequences, tokens, experts).mean(1)  # its order of summation does not reach the gradient, which is f / (N S)
-    return (f_SE * P_SE).sum(1).mean()
+    return _balance_loss(scores_TE, ids_TK, tokens)
 
 
 class Router(nn.Module):
@@ -180,10 +163,171 @@ class Router(nn.Module):
         return self
 
 
-def _scores(logits_TE: Tensor, config: MoEConfig) -> Tensor:
-    if config.score == "softmax":
+# ---- operators ----
+#
+# torch.compile leaves operators as they are; its own code for exp or for a sum has other bits. Their gradients are written out.
+
+
+@torch.library.custom_op("mok::choose_experts", mutates_args=())
+def _choose(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    score: str,
+    top_k: int,
+    renormalize: bool,
+    scaling_factor: float,
+    num_groups: int,
+    top_groups: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """ids [T, K], weights [T, K], scores [T, E]."""
+    scores_TE = _scores(logits_TE, score)
+    biased_TE = scores_TE if bias_E is None else scores_TE + bias_E.to(scores_TE.dtype)
+    if num_groups == 1:
+        ids_TK = _best(biased_TE, top_k)
+    else:
+        candidates_TC = _group_candidates(biased_TE, num_groups, top_groups)
+        ids_TK = candidates_TC.gather(1, _best(biased_TE.gather(1, candidates_TC), top_k))
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if renormalize:
+        weights_TK = weights_TK / _total(weights_TK)
+    return ids_TK.contiguous(), weights_TK * scaling_factor, scores_TE
+
+
+@torch.library.custom_op("mok::choose_experts_backward", mutates_args=())
+def _choose_backward(
+    d_weights_TK: Tensor,
+    d_scores_TE: Tensor,
+    logits_TE: Tensor,
+    ids_TK: Tensor,
+    scores_TE: Tensor,
+    score: str,
+    renormalize: bool,
+    scaling_factor: float,
+) -> Tensor:
+    """d_logits [T, E]: with w_k = c s_k / (s_1 + ... + s_K), d_s_k = c (d_w_k - sum_j d_w_j s_j / sum) / sum; then through the score."""
+    d_TK = d_weights_TK * scaling_factor
+    if renormalize:
+        chosen_TK = scores_TE.gather(1, ids_TK)
+        total_T1 = _total(chosen_TK)
+        d_TK = (d_TK - _sum_by_halving(d_TK * (chosen_TK / total_T1), 1).unsqueeze(1)) / total_T1
+    d_TE = d_scores_TE + torch.zeros_like(scores_TE).scatter(1, ids_TK, d_TK)  # the ids of a token are distinct
+    if score == "softmax":
+        return scores_TE * (d_TE - _sum_by_halving(d_TE * scores_TE, 1).unsqueeze(1))
+    if score == "sigmoid":
+        return d_TE * (scores_TE * (1.0 - scores_TE))
+    # sqrt(softplus(x)): sigmoid(x) / (2 y), which is 0 / 0 where softplus underflows, although y = exp(x / 2) is good down to twice as far
+    return d_TE * torch.where(logits_TE < _TAIL, scores_TE / 2, _sigmoid(logits_TE) / (2 * scores_TE))
+
+
+@_choose.register_fake
+def _(logits, bias, score, top_k, *rest):  # type: ignore[no-untyped-def]
+    tokens = logits.shape[0]
+    return logits.new_empty(tokens, top_k, dtype=torch.int64), logits.new_empty(tokens, top_k), torch.empty_like(logits)
+
+
+_choose_backward.register_fake(lambda d_weights, d_scores, logits, *rest: torch.empty_like(logits))
+
+
+def _choose_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    logits, _, score, _, renormalize, scaling_factor, _, _ = inputs
+    ids, _, scores = output
+    ctx.save_for_backward(logits, ids, scores)
+    ctx.rest = (score, renormalize, scaling_factor)
+    ctx.mark_non_differentiable(ids)
+
+
+def _choose_gradient(ctx: Any, _: Any, d_weights: Tensor, d_scores: Tensor) -> Any:
+    return _choose_backward(d_weights, d_scores, *ctx.saved_tensors, *ctx.rest), *(None for _ in range(7))
+
+
+_choose.register_autograd(_choose_gradient, setup_context=_choose_setup)
+
+
+@torch.library.custom_op("mok::balance_loss", mutates_args=())
+def _balance_loss(scores_TE: Tensor, ids_TK: Tensor, tokens: int) -> Tensor:
+    sequences, experts = scores_TE.shape[0] // tokens, scores_TE.shape[1]
+    P_SE = (scores_TE / _total(scores_TE)).reshape(sequences, tokens, experts).mean(1)
+    return (_loads(scores_TE, ids_TK, tokens) * P_SE).sum(1).mean()
+
+
+@torch.library.custom_op("mok::balance_loss_backward", mutates_args=())
+def _balance_loss_backward(d_loss: Tensor, scores_TE: Tensor, ids_TK: Tensor, tokens: int) -> Tensor:
+    """d_p = f / (N S), of which a token's part along p itself is lost in the division by the sum."""
+    d_p_TE = (_loads(scores_TE, ids_TK, tokens) * (d_loss / scores_TE.shape[0])).repeat_interleave(tokens, 0)
+    total_T1 = _total(scores_TE)
+    return (d_p_TE - _sum_by_halving(d_p_TE * (scores_TE / total_T1), 1).unsqueeze(1)) / total_T1
+
+
+def _loads(scores_TE: Tensor, ids_TK: Tensor, tokens: int) -> Tensor:
+    """f [S, E]."""
+    sequences, experts, top_k = scores_TE.shape[0] // tokens, scores_TE.shape[1], ids_TK.shape[1]
+    slots_SF = ids_TK.reshape(sequences, tokens * top_k).to(torch.int64)
+    slots_SF = torch.where(slots_SF < 0, experts, slots_SF)
+    counts_SE = slots_SF.new_zeros(sequences, experts + 1).scatter_add_(1, slots_SF, torch.ones_like(slots_SF))[:, :experts]
+    return (counts_SE * experts).to(scores_TE.dtype) / (top_k * tokens)
+
+
+def _balance_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    scores, ids, ctx.tokens = inputs
+    ctx.save_for_backward(scores, ids)
+
+
+_balance_loss.register_fake(lambda scores, ids, tokens: scores.new_empty(()))
+_balance_loss_backward.register_fake(lambda d_loss, scores, ids, tokens: torch.empty_like(scores))
+_balance_loss.register_autograd(
+    lambda ctx, d_loss: (_balance_loss_backward(d_loss, *ctx.saved_tensors, ctx.tokens), None, None), setup_context=_balance_setup
+)
+
+
+@torch.library.custom_op("mok::row_sigmoid", mutates_args=())
+def row_sigmoid(x: Tensor) -> Tensor:
+    """sigmoid(x), with the same bits at every place of a tensor."""
+    return _sigmoid(x)
+
+
+def _sigmoid_gradient(ctx: Any, d_y: Tensor) -> Tensor:
+    (y,) = ctx.saved_tensors
+    return d_y * (y * (1.0 - y))
+
+
+row_sigmoid.register_fake(torch.empty_like)
+row_sigmoid.register_autograd(_sigmoid_gradient, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output))
+
+
+@torch.library.custom_op("mok::scale_rows", mutates_args=())
+def scale_rows(y_TH: Tensor, scale_T: Tensor) -> Tensor:
+    """Every row of y times its scale."""
+    return y_TH * scale_T[:, None]
+
+
+@torch.library.custom_op("mok::scale_rows_backward", mutates_args=())
+def _scale_rows_backward(d_out: Tensor, y_TH: Tensor, scale_T: Tensor) -> tuple[Tensor, Tensor]:
+    return d_out * scale_T[:, None], (d_out * y_TH).sum(1)
+
+
+scale_rows.register_fake(lambda y, scale: y.new_empty(y.shape))
+_scale_rows_backward.register_fake(lambda d_out, y, scale: (y.new_empty(y.shape), scale.new_empty(scale.shape)))
+scale_rows.register_autograd(
+    lambda ctx, d_out: _scale_rows_backward(d_out, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+# ---- their arithmetic ----
+
+
+def _scores(logits_TE: Tensor, score: str) -> Tensor:
+    if score == "softmax":
         return logits_TE.softmax(-1)
-    return _Sigmoid.apply(logits_TE) if config.score == "sigmoid" else _SqrtSoftplus.apply(logits_TE)
+    if score == "sigmoid":
+        return _sigmoid(logits_TE)
+    softplus = logits_TE.clamp(min=0) + torch.log1p(torch.exp(-logits_TE.abs()))
+    return torch.where(logits_TE < _TAIL, torch.exp(logits_TE / 2), softplus.sqrt())
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    e = torch.exp(-x.abs())
+    return torch.where(x < 0, e, 1.0) / (1.0 + e)
 
 
 def _best(values_TC: Tensor, count: int) -> Tensor:
@@ -191,12 +335,17 @@ def _best(values_TC: Tensor, count: int) -> Tensor:
     return values_TC.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
-def _group_candidates(biased_TE: Tensor, config: MoEConfig) -> Tensor:
+def _group_candidates(biased_TE: Tensor, num_groups: int, top_groups: int) -> Tensor:
     """The ids [T, C], ascending, of all experts in each token's top_groups best groups; the others are as good as masked with -inf."""
-    per_group = config.num_experts // config.num_groups
-    best_two = biased_TE.unflatten(1, (config.num_groups, per_group)).topk(2, dim=2).values
-    groups = _best(best_two[:, :, 0] + best_two[:, :, 1], config.top_groups).sort(dim=1).values
+    per_group = biased_TE.shape[1] // num_groups
+    best_two = biased_TE.unflatten(1, (num_groups, per_group)).topk(2, dim=2).values
+    groups = _best(best_two[:, :, 0] + best_two[:, :, 1], top_groups).sort(dim=1).values
     return (groups.unsqueeze(2) * per_group + torch.arange(per_group, device=groups.device)).flatten(1)
+
+
+def _total(x_TN: Tensor) -> Tensor:
+    """Sum of each row [T, 1], never zero."""
+    return _sum_by_halving(x_TN, 1).unsqueeze(1) + SUM_EPS
 
 
 def _sum_by_halving(x: Tensor, dim: int) -> Tensor:
@@ -205,43 +354,3 @@ def _sum_by_halving(x: Tensor, dim: int) -> Tensor:
         low, high, odd = x.split([length // 2, length // 2, length % 2], dim)
         x = torch.cat([low + high, odd], dim) if length % 2 else low + high
     return x.squeeze(dim)
-
-
-def _sigmoid(x: Tensor) -> Tensor:
-    e = torch.exp(-x.abs())
-    return torch.where(x < 0, e, 1.0) / (1.0 + e)
-
-
-class _Sigmoid(torch.autograd.Function):
-    """sigmoid(x), with the same bits at every place of a tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = _sigmoid(x)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return d_y * (y * (1.0 - y))
-
-
-class _SqrtSoftplus(torch.autograd.Function):
-    """sqrt(softplus(x)), with the same bits at every place of a tensor and finite gradients everywhere.
-
-    The derivative sigmoid(x) / (2 y) is 0 / 0 where softplus underflows, although y = exp(x / 2) itself is good down to twice as far and
-    has the derivative y / 2.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        softplus = x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
-        y = torch.where(x < _TAIL, torch.exp(x / 2), softplus.sqrt())
-        ctx.save_for_backward(x, y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> Tensor:
-        x, y = ctx.saved_tensors
-        return d_y * torch.where(x < _TAIL, y / 2, _sigmoid(x) / (2 * y))

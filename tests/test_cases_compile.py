@@ -83,11 +83,10 @@ def test_compiled_experts_have_the_bits_of_eager(backend):
     check_numbers_of_tokens(counter, check)
 
 
-ROUTER = "the router is compiled into code with another exp, so scores differ in their last bit and depend on a token's place in the tensor"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.xfail(strict=True, reason=ROUTER))])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_layer_has_the_bits_of_eager(backend):
     layer = build(CONFIG)
     counter = CompileCounterWithBackend(backend)

@@ -58,7 +58,8 @@ def workspace_for(
     for position, name in ((1, "hidden_size"), (2, "top_k"), (3, "num_experts")):
         values = [shape[position] for shape in everyone]
         if len(set(values)) > 1:
-            raise ValueError(f"{name} must be equal on all ranks of the group ({', '.join(f'rank {r}: {v}' for r, v in enumerate(values))})")
+            listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise ValueError(f"{name} must be equal on all ranks of the group ({listed})")
     most = max(shape[0] for shape in everyone)
     layout = memory.backward_regions(most, hidden, num_experts, top_k, len(everyone))
     view = memory.symmetric_memory(layout, group, device)
@@ -112,6 +113,7 @@ def gpu_layer(
     shared_up: Tensor | None,
     shared_down: Tensor | None,
     shared_scale: Tensor | None,
+    term: Tensor | None,
     main_grads: list[Tensor],
     workspace: int,
     num_experts: int,
@@ -119,12 +121,11 @@ def gpu_layer(
     shared_clamp: float | None,
     saved_rows: int,
     knobs: list[int],
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
-]:  # fmt: skip
-    """out [T, H], counts int64 [E], the 6 fields of the schedule, gate and up [C, I], the shared experts' gate and up [T, S] and output [T, H].
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out [T, H]; counts int64 [E]; then what is kept: the 6 fields of the schedule, gate and up [C, I], the shared experts' gate and up
+    [T, S] and output [T, H].
 
-    saved_rows -1: nothing is kept for a backward, and its tensors have no elements. main_grads wait for the backward.
+    term: [T, H], bf16 or fp32, what combine adds first in place of shared experts. saved_rows -1: nothing is kept for a backward, and its tensors have no elements. main_grads wait for the backward.
     """
     inner = workspace_of(workspace)
     rows = launch.schedule(inner, ids, num_experts)
@@ -136,7 +137,7 @@ def gpu_layer(
     shared_out = torch.empty_like(x) if shared_scale is not None and saved_rows >= 0 else None
     out, saved = launch.forward(
         inner, rows, ids, weights, x, gate, up, down, num_experts, shared=shared, clamp=clamp, shared_clamp=shared_clamp,
-        shared_scale_T=shared_scale, saved_rows=max(saved_rows, 0), save=saved_rows >= 0, plan=plan, shared_out_TH=shared_out,
+        shared_scale_T=shared_scale, saved_rows=max(saved_rows, 0), save=saved_rows >= 0, plan=plan, shared_out_TH=shared_out, term_TH=term,
     )  # fmt: skip
     kept = [x.new_empty(0) for _ in range(4)] if saved is None else list(vars(saved).values())
     shared_out = x.new_empty(0) if shared_out is None else shared_out
@@ -144,7 +145,7 @@ def gpu_layer(
 
 
 @gpu_layer.register_fake
-def _(x, ids, weights, gate, up, down, shared_gate, shared_up, shared_down, shared_scale, main_grads, workspace, num_experts, *rest):  # type: ignore[no-untyped-def]
+def _(x, ids, weights, gate, up, down, shared_gate, shared_up, shared_down, shared_scale, term, main_grads, workspace, num_experts, *rest):  # type: ignore[no-untyped-def]
     saved_rows = rest[2]
     inner = workspace_of(workspace)
     local = len(local_experts(num_experts, inner.memory.size, inner.memory.rank))
@@ -214,14 +215,15 @@ def _(d_out, x, ids, weights, gate, up, down, shared_gate, shared_up, shared_dow
     everyone = workspace_of(rest[0]).memory.size > 1
     experts = [w if asked[2] and not main_grads else None for w in (gate, up, down)]
     shared = [w if asked[3] and len(main_grads) < 6 else None for w in (shared_gate, shared_up, shared_down)]
-    like = [x if asked[0] or everyone else None, weights if asked[1] or everyone else None, *experts, *shared, shared_scale if asked[4] else None]
+    first = [x if asked[0] or everyone else None, weights if asked[1] or everyone else None]
+    like = [*first, *experts, *shared, shared_scale if asked[4] else None]
     return tuple(x.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in like)
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    tensors, main_grads, rest = inputs[:10], inputs[10], inputs[11:]
+    tensors, term, main_grads, rest = inputs[:10], inputs[10], inputs[11], inputs[12:]
     ctx.present = [tensor is not None for tensor in tensors]
-    ctx.main_grads = main_grads
+    ctx.main_grads, ctx.term_dtype = main_grads, None if term is None else term.dtype
     ctx.rest = (*rest[:4], rest[5])  # workspace, num_experts, the two clamps, knobs
     ctx.save_for_backward(*(tensor for tensor in tensors if tensor is not None), *output[2:])
     ctx.mark_non_differentiable(*output[1:])
@@ -233,9 +235,10 @@ def _backward(ctx, d_out, *_):  # type: ignore[no-untyped-def]
     need = ctx.needs_input_grad[:10]
     asked = [need[0], need[2], any(need[3:6]), any(need[6:9]), need[9]]
     results = gpu_layer_backward(d_out, *tensors, ctx.main_grads, saved, asked, *ctx.rest)
-    gradients = [results[0], None, *results[1:]]
-    gradients = [g if wanted and g is not None and g.shape == t.shape else None for g, wanted, t in zip(gradients, need, tensors, strict=True)]
-    return (*gradients, [None] * len(ctx.main_grads), *(None for _ in range(6)))
+    given = zip([results[0], None, *results[1:]], need, tensors, strict=True)
+    gradients = [gradient if wanted and gradient.shape == tensor.shape else None for gradient, wanted, tensor in given]
+    d_term = d_out.to(ctx.term_dtype) if ctx.needs_input_grad[10] else None
+    return (*gradients, d_term, [None] * len(ctx.main_grads), *(None for _ in range(6)))
 
 
 def layer(
@@ -245,6 +248,7 @@ def layer(
     experts: tuple[Tensor, Tensor, Tensor],
     shared: tuple[Tensor, Tensor, Tensor] | None,
     shared_scale: Tensor | None,
+    term: Tensor | None,
     main_grads: list[Tensor],
     num_experts: int,
     clamp: float | None,
@@ -252,7 +256,10 @@ def layer(
     group: dist.ProcessGroup | None,
     tuning: Tuning,
 ) -> tuple[Tensor, Tensor]:
-    """out [T, H] and the counts int64 [E] of the group's routes. Everything bf16 but ids (int64), weights and shared_scale (fp32)."""
+    """out [T, H] and the counts int64 [E] of the group's routes. Everything bf16 but ids (int64), weights and shared_scale (fp32).
+
+    term: see `gpu_layer`. main_grads: none, or 3 fp32 tensors like the experts, or 6 with those like the shared experts.
+    """
     tokens, top_k = ids.shape
     with torch.cuda.device(x.device):
         workspace = workspace_for(group, x.device, tokens, x.shape[1], top_k, num_experts, tuning)
@@ -262,7 +269,7 @@ def layer(
             x = x.detach().requires_grad_()  # this rank must come to backward when another one needs its experts
         saved_rows = rows_to_save(tuning, workspace.max_tokens, top_k, workspace.memory.size, experts[0].shape[0]) if save else -1
         out, counts, *_ = gpu_layer(
-            x, ids, weights, *experts, *(shared or (None, None, None)), shared_scale, main_grads,
+            x, ids, weights, *experts, *(shared or (None, None, None)), shared_scale, term, main_grads,
             number_of(workspace), num_experts, clamp, shared_clamp, saved_rows, knobs_of(tuning),
         )  # fmt: skip
     return out, counts

@@ -1,4 +1,4 @@
-"""A dense product whose rows do not know of each other: the router's logits on the GPU, and their gradients.
+"""Dense products whose rows do not know of each other: the router's logits on the GPU, a SwiGLU on every token, and their gradients.
 
 c = a b with fp32 accumulation in one fixed order over K, in tiles of a fixed size that depends on N alone; so an element of c depends on
 its row of a and its column of b, whatever M is. A library's product may choose another kernel for another M.
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mok.executor import swiglu, swiglu_backward
 from mok.kernels.experts import rounded
 from mok.kernels.signals import INTERPRETING
 
@@ -70,3 +71,23 @@ def row_linear(x_TH: Tensor, weight_OH: Tensor) -> Tensor:
 def row_linear_backward(d_out_TO: Tensor, x_TH: Tensor, weight_OH: Tensor) -> tuple[Tensor, Tensor]:
     """d_x in the dtype of x, d_weight in that of the weight."""
     return product(d_out_TO, weight_OH, x_TH.dtype), product(d_out_TO.T, x_TH, weight_OH.dtype)
+
+
+def row_swiglu(x_TH: Tensor, gate_SH: Tensor, up_SH: Tensor, down_HS: Tensor, clamp: float | None) -> Tensor:
+    """`mok.executor.row_swiglu`: fp32 [T, H] with the values of a rounded result."""
+    gate, up = product(x_TH, gate_SH.T, x_TH.dtype), product(x_TH, up_SH.T, x_TH.dtype)
+    hidden = swiglu(gate.float(), up.float(), clamp).to(x_TH.dtype)
+    return product(hidden, down_HS.T, x_TH.dtype).float()
+
+
+def row_swiglu_backward(
+    d_out_TH: Tensor, x_TH: Tensor, gate_SH: Tensor, up_SH: Tensor, down_HS: Tensor, clamp: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x and the three weights, each in its own dtype."""
+    dtype = x_TH.dtype
+    d_y = d_out_TH.to(dtype)
+    gate, up = (product(x_TH, w.T, dtype).float() for w in (gate_SH, up_SH))
+    hidden = swiglu(gate, up, clamp).to(dtype)
+    d_gate, d_up = (d.to(dtype) for d in swiglu_backward(gate, up, product(d_y, down_HS), clamp))
+    d_x = (product(d_gate, gate_SH) + product(d_up, up_SH)).to(dtype)
+    return d_x, product(d_gate.T, x_TH, dtype), product(d_up.T, x_TH, dtype), product(d_y.T, hidden, dtype)
