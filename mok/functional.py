@@ -322,8 +322,10 @@ def forward(
     saved_rows = min(all_rows, config.macrobatch_size if config.saved_rows is None else config.saved_rows)
     limit = None if swiglu_limit is None else float(swiglu_limit)
     plan = [config.num_sms, min(config.minibatch_size // TILE_M, BEST_MINIBATCH_TILES), config.macrobatch_size // TILE_M]
+    rows = schedule.rows
+    fields = [rows.peer_rank, rows.peer_token_idx, rows.num_tokens, rows.tokens_per_expert, rows.routes_per_expert, rows.tile_expert]
     out, gate, up, shared_gates, shared_ups = ops.gpu_forward(
-        workspace.number, schedule.num_experts, list(vars(schedule.rows).values()), schedule.top_experts, router_weights, x,
+        workspace.number, schedule.num_experts, fields, schedule.top_experts, router_weights, x,
         [routed_gate, routed_up, routed_down], shared, limit, limit, None, saved_rows, True, plan,
     )  # fmt: skip
     kept = (shared_gates, shared_ups) if shared else (None, None)
