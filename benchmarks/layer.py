@@ -2,8 +2,8 @@
 
     python benchmarks/layer.py --forward [--shapes fine,qwen3-30b] [--out benchmarks/results/h200-layer.json]
 
-Every shape is checked against the fp32 definition before it is timed. Times are medians over CUDA events, the contestants taking turns so that
-the card's temperature is shared; the inputs rotate.
+Every shape is checked against the fp32 definition before it is timed. Times are medians over CUDA events, the contestants taking turns so
+that the card's temperature is shared; the inputs rotate.
 
 Legend: T tokens, H hidden, I intermediate, E experts, K choices per token.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import hashlib
+import itertools
 import json
 import statistics
 import subprocess
@@ -109,7 +110,7 @@ def medians(contestants: dict[str, Callable[[], object]], repeats: int = 60, war
                 run()
                 event.record()
             torch.cuda.synchronize()
-            times[name] += [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+            times[name] += [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -143,15 +144,15 @@ def measure_forward(name: str, repeats: int) -> dict[str, object]:
         ratio=round(ms[baseline.name] / ms["mok"], 3),
     )  # fmt: skip
     print(
-        f"{name:16} T{tokens} H{hidden} I{width} E{experts} K{top_k}: {ms['mok']:.3f} ms, {row['tflops']} TFLOP/s, {row['ratio']:.2f} x torch "
-        f"({row['baselines'][baseline.name]['tflops']}), cuBLAS {row['cublas_tflops']}, relative error {error:.1e}", flush=True,
+        f"{name:16} T{tokens} H{hidden} I{width} E{experts} K{top_k}: {ms['mok']:.3f} ms, {row['tflops']} TFLOP/s,",
+        f"{row['ratio']:.2f} x torch ({row['baselines'][baseline.name]['tflops']}), cuBLAS {row['cublas_tflops']}, relative error {error:.1e}", flush=True,
     )  # fmt: skip
     return row
 
 
 def measure_shared(name: str, repeats: int) -> None:
     """One shared expert of the routed width: what it adds, against its own products at the rate that the routed ones reach."""
-    tokens, hidden, width, experts, top_k = SHAPES[name]
+    _, _, width, _, top_k = SHAPES[name]
     torch.manual_seed(0)
     with_shared = Layer(*SHAPES[name], shared_width=width)
     error = with_shared.check()
@@ -160,8 +161,8 @@ def measure_shared(name: str, repeats: int) -> None:
         ms = medians({"routed": routed, "with shared": with_shared}, repeats)
     added = (ms["with shared"] - ms["routed"]) / (ms["routed"] / top_k)
     print(
-        f"{name:16} routed {ms['routed']:.3f} ms, with one shared expert {ms['with shared']:.3f} ms: adds {added:.3f} of its products at the "
-        f"routed rate, relative error {error:.1e}", flush=True,
+        f"{name:16} routed {ms['routed']:.3f} ms, with one shared expert {ms['with shared']:.3f} ms: "
+        f"adds {added:.3f} of its products at the routed rate, relative error {error:.1e}", flush=True,
     )  # fmt: skip
 
 

@@ -49,17 +49,36 @@ def argument_type(name: str, constants: dict[str, object]) -> str:
 
 
 def unfinished_stores(ptx: str) -> int:
-    """Releases that a bulk store precedes without a full wait between the two, in the order of the text."""
-    pending, bad = False, 0
-    for line in ptx.splitlines():
-        if re.search(r"cp\.async\.bulk\.tensor\.\dd\.global\.shared", line):
-            pending = True
+    """Releases that can be reached from a store of the copy engine without a full wait in between, over all paths through the branches."""
+    blocks: dict[str, tuple[list[str], list[str]]] = {}  # label -> (what happens, where it goes on)
+    name, events, count = "entry", [], 0
+    for line in [*ptx.splitlines(), "ret;"]:
+        label = re.match(r"\s*(\$\w+):", line)
+        branch = re.match(r"\s*(@!?%p\d+\s+)?bra(?:\.uni)?\s+(\$\w+)", line)
+        if label or branch or re.match(r"\s*ret;", line):
+            count += 1
+            follow = label[1] if label else f"after {count}"
+            targets = [follow] if label or (branch and branch[1]) else []
+            blocks[name] = (events, targets + ([branch[2]] if branch else []))
+            name, events = follow, []
+        elif re.search(r"cp\.async\.bulk\.tensor\.\dd\.global\.shared", line):
+            events.append("store")
         elif "cp.async.bulk.wait_group 0" in line:
-            pending = False
-        elif re.search(r"\.release\.add", line) or "red.release" in line:
-            bad += pending
-            pending = False
-    return bad
+            events.append("wait")
+        elif re.search(r"\.release\.add|release\.gpu\.global\.add", line):
+            events.append("release")
+    bad, seen, todo = set(), set(), [("entry", False)]
+    while todo:
+        name, pending = state = todo.pop()
+        if state in seen or name not in blocks:
+            continue
+        seen.add(state)
+        for position, event in enumerate(blocks[name][0]):
+            if event == "release" and pending:
+                bad.add((name, position))
+            pending = event == "store" or (pending and event != "wait")
+        todo += [(target, pending) for target in blocks[name][1]]
+    return len(bad)
 
 
 def compile_one(kernel, arch: int, constants: dict[str, object], num_warps: int = 4, num_stages: int = 3) -> dict[str, object]:
@@ -76,14 +95,15 @@ def compile_one(kernel, arch: int, constants: dict[str, object], num_warps: int 
     return dict(
         name=kernel.__name__, shared=made.metadata.shared, stack=int(re.search(r"STACK:(\d+)", usage)[1]),
         registers=int(re.search(r"REG:(\d+)", usage)[1]),
-        tensor_core=ptx.count("wgmma.mma_async" if arch == 90 else "tcgen05.mma"), copy_engine=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
+        tensor_core=ptx.count("wgmma.mma_async" if arch == 90 else "tcgen05.mma"),
+        copy_engine=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
         serialized=len(re.findall(r"HGMMA[^\n]*gsb0 ;[^\n]*\n(?:[^\n]*\n){0,2}[^\n]*WARPGROUP\.DEPBAR\.LE gsb0, 0x0", sass)),
         wide_loads=ptx.count("ld.global.v4"), wide_stores=ptx.count("st.global.v4"), narrow_stores=ptx.count("st.global.b16"),
         unfinished=unfinished_stores(ptx), announced=len(re.findall(r"gpu\.release\.add|release\.gpu\.global\.add", ptx)),
     )  # fmt: skip
 
 
-def forward(arch: int, hidden: int = 7168, width: int = 2048, shared: int = 0, ranks: int = 1, save: bool = False) -> list[dict[str, object]]:
+def forward(arch: int, hidden=7168, width=2048, shared=0, ranks=1, save=False) -> list[dict[str, object]]:
     constants = dict(
         H=hidden, I=width, S=shared, K=8, R=ranks, CLAMP=save, SHARED_CLAMP=save, SAVE=save, PARTS=PLAN.parts,
         BLOCK_M=PLAN.block_m, BLOCK_N=PLAN.block_n, BLOCK_K=PLAN.block_k, BLOCK_H=PLAN.block_h, THREADS=32 * PLAN.num_warps,
@@ -95,7 +115,7 @@ def schedule(arch: int) -> list[dict[str, object]]:
     return [
         compile_one(count_kernel, arch, dict(E=128, R=2, BLOCK_N=512, BINS=256)),
         compile_one(scan_kernel, arch, dict(E=128, BLOCK_B=64, BLOCK_E=128), 8),
-        compile_one(place_kernel, arch, dict(E=128, BLOCK_N=512, CHUNK=16), 8),
+        compile_one(place_kernel, arch, dict(E=128, BLOCK_N=512, CHUNK=64), 8),
         compile_one(rows_kernel, arch, dict(R=2, BLOCK_M=128, BLOCK_L=64, BLOCK_R=2)),
     ]
 
@@ -107,7 +127,8 @@ def main() -> None:
         facts[f"forward shared saved two ranks {arch}"] = forward(arch, shared=2048, ranks=2, save=True)
         facts[f"forward odd sizes {arch}"] = forward(arch, 2880, 1408)
         facts[f"schedule {arch}"] = schedule(arch)
-        facts[f"tasks {arch}"] = [compile_one(tasks_kernel, arch, dict(TILES=32, PARTS=4, UPS=16, DOWNS=28, SHARED_UPS=16, BLOCK_M=128, BLOCK=256))]
+        constants = dict(TILES=16, PARTS=4, UPS=16, DOWNS=28, SHARED_UPS=16, BLOCK_M=128, BLOCK=256)
+        facts[f"tasks {arch}"] = [compile_one(tasks_kernel, arch, constants)]
         constants = dict(H=7168, K=8, E=128, HAS_SHARED=True, HAS_SCALE=True, BLOCK_H=1024)
         facts[f"combine {arch}"] = [compile_one(combine_kernel, arch, constants)]
         facts[f"barrier {arch}"] = [compile_one(barrier_kernel, arch, dict(R=8, LANES=8), 1)]

@@ -1,7 +1,8 @@
-"""Run every program of a Triton kernel as a process of its own under Triton's interpreter, so that waits, tickets and rings interleave on a CPU.
+"""Run every program of a Triton kernel as a process of its own under Triton's interpreter, so that waits, tickets and rings interleave on a
+CPU.
 
-TRITON_INTERPRET=1 must be set before triton is imported. What the kernel writes must lie in shared memory (tensor.share_memory_()); addresses
-stay valid because the processes are forked. The interpreter's atomics are the machine's.
+TRITON_INTERPRET=1 must be set before triton is imported. What the kernel writes must lie in shared memory (tensor.share_memory_());
+addresses stay valid because the processes are forked. The interpreter's atomics are the machine's.
 """
 
 from __future__ import annotations

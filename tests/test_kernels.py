@@ -1,4 +1,5 @@
-"""The kernels under Triton's interpreter, one process per program; the cases are in interpreted_cases.py and run in a process of their own."""
+"""The kernels under Triton's interpreter, one process per program; the cases are in interpreted_cases.py and run in a process of their
+own."""
 
 from __future__ import annotations
 

@@ -41,7 +41,12 @@ def combine_kernel(
 
 
 def combine(
-    y_NH: Tensor, ids_TK: Tensor, weights_TK: Tensor, num_experts: int, shared_TH: Tensor | None = None, shared_scale_T: Tensor | None = None
+    y_NH: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    num_experts: int,
+    shared_TH: Tensor | None = None,
+    shared_scale_T: Tensor | None = None,
 ) -> Tensor:
     """The layer's output. A product and a sum are rounded one by one (no fused multiply-add), as on every other backend."""
     tokens, top_k = ids_TK.shape
@@ -50,7 +55,8 @@ def combine(
     block_h = min(1024, triton.next_power_of_2(hidden))
     if tokens:
         combine_kernel[(tokens * triton.cdiv(hidden, block_h),)](
-            y_NH, ids_TK, weights_TK, out if shared_TH is None else shared_TH, weights_TK if shared_scale_T is None else shared_scale_T, out,
+            y_NH, ids_TK, weights_TK, out if shared_TH is None else shared_TH,
+            weights_TK if shared_scale_T is None else shared_scale_T, out,
             H=hidden, K=top_k, E=num_experts, HAS_SHARED=shared_TH is not None, HAS_SCALE=shared_scale_T is not None, BLOCK_H=block_h,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

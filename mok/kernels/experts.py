@@ -3,8 +3,8 @@
 up:   gate and up of one slice of the intermediate width, SwiGLU, one tile of h.
 down: two neighbouring slices of the hidden width, pushed to the slots of the rows' tokens, on whichever rank they are.
 
-Both multiply rows by a pair of slices as one product. A pair comes through one descriptor of three dimensions, whose first stride leads from
-a slice to its companion: from gate to up, two tensors anywhere in memory, or BLOCK_N rows further down.
+Both multiply rows by a pair of slices as one product. A pair comes through one descriptor of three dimensions, whose first stride leads
+from a slice to its companion: from gate to up, two tensors anywhere in memory, or BLOCK_N rows further down.
 
 There is one pipelined loop, because Triton gives every pipelined loop shared memory of its own, even in branches that exclude each other.
 The branch chooses the descriptors; a slice that sticks out of its matrix is clipped where it is stored.
@@ -43,7 +43,7 @@ def dot(a, b, total):
 
 @triton.jit
 def multiply(a_desc, b_desc, row, b_row, depth, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """a b^T in fp32, for BLOCK_M rows of a and both BLOCK_N rows of a pair of matrices, as one product. Past the end of a row both read zero."""
+    """a b^T in fp32, for BLOCK_M rows of a and both BLOCK_N rows of a pair, as one product. Past the end of a row both read zero."""
     total = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
     for k in tl.range(0, depth, BLOCK_K):
         a = a_desc.load([row, k])

@@ -1,7 +1,7 @@
 """The forward megakernel: dispatch, experts, and the pushes of combine, in one launch.
 
-Every program takes the next task of one list (`tasks.py`) until none is left. Rows live in rings of `ring` tiles (x and h); tile t uses place
-t mod ring. Signals, one counter per tile:
+Every program takes the next task of one list (`tasks.py`) until none is left. Rows live in rings of `ring` tiles (x and h); tile t uses
+place t mod ring. Signals, one counter per tile:
     x_ready: parts pulled;  h_ready: up tasks done (the place of x is then free);  h_free: down tasks done (the place of h is then free).
 
 Legend: T tokens of this rank, H hidden, I intermediate, S width of the shared experts, K choices per token, R ranks, M padded rows.
@@ -26,12 +26,13 @@ from mok.kernels.signals import (
 )
 from mok.kernels.tasks import DOWN, END, NOTHING, PULL, SHARED_DOWN, SHARED_UP, UP, find, unpack
 
+
 @triton.jit
 def needs(
     kind, tile, x_ready_ptr, h_ready_ptr, shared_h_ready_ptr,
     ring, PARTS: tl.constexpr, UPS: tl.constexpr, SHARED_UPS: tl.constexpr,
 ):  # fmt: skip
-    """-> (signal, its least value, its name) of what a task reads, or for a pull of the place it fills. The shared experts' x is always there."""
+    """-> (signal, its least value, its name) of what a task reads, or a pull's place. The shared experts' x is always there."""
     signal = x_ready_ptr + tile
     least = 0
     what = X_READY
@@ -128,8 +129,9 @@ def forward_kernel(
                 following = find(tasks_ptr, tl.sum(tl.where(lanes == 0, taken, 0), axis=0), num_tasks)
                 if kind == UP:
                     store_hidden(
-                        ab, ac, gate_first, store_h_desc, save_gate_desc, save_up_desc, ring_row, row, part * BLOCK_N, saved_rows, limit, CLAMP, SAVE
-                    )
+                        ab, ac, gate_first, store_h_desc, save_gate_desc, save_up_desc, ring_row, row, part * BLOCK_N, saved_rows,
+                        limit, CLAMP, SAVE,
+                    )  # fmt: skip
                     finish_copy_engine_stores(tile)
                     announce(h_ready_ptr + tile)
                 elif kind == DOWN:
@@ -143,8 +145,8 @@ def forward_kernel(
                 elif S > 0:
                     if kind == SHARED_UP:
                         store_hidden(
-                            ab, ac, shared_gate_first, store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc, row, row, part * BLOCK_N, tokens,
-                            shared_limit, SHARED_CLAMP, SAVE,
+                            ab, ac, shared_gate_first, store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc, row, row,
+                            part * BLOCK_N, tokens, shared_limit, SHARED_CLAMP, SAVE,
                         )  # fmt: skip
                         finish_copy_engine_stores(tile)
                         announce(shared_h_ready_ptr + tile)

@@ -93,7 +93,7 @@ class Workspace:
         return found[:count].view(shape)
 
     def check(self) -> None:
-        """Raise what ended an earlier call, on every rank, and clear it. Call after a synchronization to be sure about all earlier calls."""
+        """Raise what ended an earlier call, on every rank, and clear it. After a synchronization it is complete."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         failure = self.memory.failure()
@@ -180,7 +180,8 @@ def forward(
     shared_out_TH: Tensor | None = None,
     term_TH: Tensor | None = None,
 ) -> tuple[Tensor, Saved | None]:
-    """Publish, one kernel, combine. shared: gate [S, H], up [S, H], down [H, S]. shared_out_TH takes their output, for who wants to keep it.
+    """Publish, one kernel, combine. shared: gate [S, H], up [S, H], down [H, S]. shared_out_TH takes their output, for who wants to keep
+    it.
 
     term_TH: what combine adds first, in place of shared experts.
     """

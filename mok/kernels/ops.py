@@ -71,7 +71,7 @@ def gpu_forward(
     save: bool,
     plan: list[int],
 ) -> list[Tensor]:
-    """-> output; with `save` also gate [C, I], up [C, I], shared gate [T, S], shared up [T, S]. plan: (num_sms, minibatch, ring) in tiles."""
+    """-> output; with `save` also gate and up [C, I], shared gate and up [T, S]. plan: num_sms, tiles per minibatch and ring."""
     inner, cut = workspace_of(workspace), ForwardPlan(num_sms=plan[0], minibatch_tiles=plan[1], ring_tiles=plan[2])
     with torch.cuda.device(inner.device):
         out, saved = launch.forward(

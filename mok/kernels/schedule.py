@@ -1,8 +1,8 @@
 """ids -> rows, on the device: no host read, no atomic that decides an order, tables of the worst-case size (a few MB of integers).
 
-Each source sorts its slots by expert, stably: `count` counts a block of slots per expert, `scan` sums the blocks' counts, `place` writes each
-slot to its position. After a barrier each destination reads its peers' counts and sorted slots and writes its rows (`rows`). The rows are
-those of `mok.schedule.build_schedule`.
+Each source sorts its slots by expert, stably: `count` counts a block of slots per expert, `scan` sums the blocks' counts, `place` writes
+each slot to its position. After a barrier each destination reads its peers' counts and sorted slots and writes its rows (`rows`). The rows
+are those of `mok.schedule.build_schedule`.
 
 Example (tile height 128 replaced by 2): one rank, E=3, K=1, ids = [2, 0, 2, 2]. count: [1, 0, 3]; starts: [0, 1, 1]; order: [1, 0, 2, 3];
 rows: [1, pad | 0, 2 | 3, pad]; the tiles belong to experts [0, 2, 2].
@@ -85,7 +85,7 @@ def rows_kernel(
     counts_ptrs, starts_ptrs, order_ptrs, peer_rank_ptr, peer_token_idx_ptr, num_tokens_ptr, tokens_per_expert_ptr, routes_per_expert_ptr,
     tile_expert_ptr, first, num_local, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """The rows of the rank that owns experts first .. first + L, a tile per program and turn. Rows are ordered by (expert, source, token, k)."""
+    """The rows of the rank that owns experts first .. first + L, a tile per program and turn, by (expert, source, token, k)."""
     experts = tl.arange(0, BLOCK_L)
     ranks = tl.arange(0, BLOCK_R)
     owned = (ranks < R)[:, None] & (experts < num_local)[None, :]
@@ -166,7 +166,8 @@ def sort_slots(memory: PeerMemory, ids_TK: Tensor, num_experts: int) -> None:
     )
     if num_blocks:
         place_kernel[(num_blocks,)](
-            ids_TK, block_counts, memory.own["starts"], memory.own["order"], num_slots, E=num_experts, BLOCK_N=BLOCK_N, CHUNK=64, num_warps=8
+            ids_TK, block_counts, memory.own["starts"], memory.own["order"], num_slots,
+            E=num_experts, BLOCK_N=BLOCK_N, CHUNK=64, num_warps=8,
         )
 
 

@@ -1,8 +1,8 @@
 """Signals between programs and between ranks, and waits that end.
 
-A signal is an int32 counter. Whoever reaches a state adds to it with release order; whoever needs the state reads it with acquire order until
-it is large enough. A wait gives up after `limit` readings: the first to give up writes a report (rank, task, what, expected, found) to
-every rank and raises the abort flag of every rank, which all other waits see; they return False and their programs end.
+A signal is an int32 counter. Whoever reaches a state adds to it with release order; whoever needs the state reads it with acquire order
+until it is large enough. A wait gives up after `limit` readings: the first to give up writes a report (rank, task, what, expected, found)
+to every rank and raises the abort flag of every rank, which all other waits see; they return False and their programs end.
 
 Rows written by ordinary stores are read by the copy engine (TMA), and tiles stored by the copy engine are announced by ordinary atomics.
 The two kinds of access are ordered only by the fences below.
@@ -148,7 +148,7 @@ def meet(control_ptrs, rank, limit, R: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank", "limit"])
 def barrier_kernel(control_ptrs, rank, limit, R: tl.constexpr, LANES: tl.constexpr):
-    """All ranks have come here, and everything they stored before is visible. One program of one warp; LANES: R rounded up to a power of two.
+    """All ranks have come here, and everything they stored before is visible. One program of one warp; LANES: a power of two from R on.
 
     Every rank counts its barriers in its own memory (EPOCH) and tells each peer the count; so nothing changes from launch to launch, and
     a captured graph can be replayed. Example, R = 2: both have EPOCH 6. Each writes 7 to its flag at the other and at itself, and leaves

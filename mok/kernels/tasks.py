@@ -1,12 +1,12 @@
-"""The forward's work as one list of tasks, in the order in which the programs of the megakernel take them: plain data, written on the device.
+"""The forward's work as one list of tasks, in the order in which programs take them: plain data, written on the device.
 
     pull minibatch 0 | up of the shared experts | block 0 | block 1 | ...
     block b: up of minibatch b, then down of minibatch b - 1 (block 0: down of the shared experts); the pulls of minibatch b + 1 are
              spread over the first part of the block.
 
-A task waits only for tasks of earlier tickets, so the kernel ends however few programs are resident. A down task starts when the up tasks it
-reads have had the time of a whole minibatch to finish. Within a minibatch the row tile runs fastest, so that programs working at the same
-time share the tile of weights in the L2 cache.
+A task waits only for tasks of earlier tickets, so the kernel ends however few programs are resident. A down task starts when the up tasks
+it reads have had the time of a whole minibatch to finish. Within a minibatch the row tile runs fastest, so that programs working at the
+same time share the tile of weights in the L2 cache.
 
 Example, 3 tiles, 2 per minibatch, 1 part, 1 up and 1 down task per tile, no shared expert (P pull, U up, D down, - nothing to do):
     P0 P1 | P2 - U0 U1 | U2 D0 D1 | D2
@@ -37,7 +37,10 @@ def max_tickets(tiles: int, shared_tiles: int, minibatch_tiles: int, parts: int,
 
 
 @triton.jit
-def count_tickets(num_tiles, shared_tiles, TILES: tl.constexpr, PARTS: tl.constexpr, UPS: tl.constexpr, DOWNS: tl.constexpr, SHARED_UPS: tl.constexpr):
+def count_tickets(
+    num_tiles, shared_tiles,
+    TILES: tl.constexpr, PARTS: tl.constexpr, UPS: tl.constexpr, DOWNS: tl.constexpr, SHARED_UPS: tl.constexpr,
+):  # fmt: skip
     """How many tickets there are. TILES per minibatch; PARTS, UPS, DOWNS per tile; SHARED_UPS per shared tile."""
     minibatches = tl.cdiv(num_tiles, TILES)
     pulls = tl.where(minibatches > 1, minibatches * TILES, num_tiles) * PARTS  # as if every minibatch were whole
@@ -46,7 +49,8 @@ def count_tickets(num_tiles, shared_tiles, TILES: tl.constexpr, PARTS: tl.conste
 
 @triton.jit
 def decode_tickets(
-    ticket, num_tiles, shared_tiles, TILES: tl.constexpr, PARTS: tl.constexpr, UPS: tl.constexpr, DOWNS: tl.constexpr, SHARED_UPS: tl.constexpr
+    ticket, num_tiles, shared_tiles,
+    TILES: tl.constexpr, PARTS: tl.constexpr, UPS: tl.constexpr, DOWNS: tl.constexpr, SHARED_UPS: tl.constexpr,
 ):  # fmt: skip
     """A block of tickets -> (kind, tile, part): part of the rows (PULL), slice of I (UP) or pair of slices of H (DOWN)."""
     minibatches = tl.cdiv(num_tiles, TILES)

@@ -1,5 +1,6 @@
 """A small forward for a memory checker: compute-sanitizer --tool memcheck|racecheck python tests/gpu/sanitize.py"""
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import os

@@ -77,7 +77,8 @@ def test_bits_do_not_depend_on_time_or_knobs():
             assert torch.equal(group.run(delay=True), first), (ranks, repeat)
     for plan in (
         ForwardPlan(minibatch_tiles=1, ring_tiles=2), ForwardPlan(minibatch_tiles=7, ring_tiles=21, parts=1), ForwardPlan(parts=8),
-        ForwardPlan(num_sms=1), ForwardPlan(num_sms=7, minibatch_tiles=2, ring_tiles=4), ForwardPlan(num_stages=3), ForwardPlan(block_h=512),
+        ForwardPlan(num_sms=1),
+        ForwardPlan(num_sms=7, minibatch_tiles=2, ring_tiles=4), ForwardPlan(num_stages=3), ForwardPlan(block_h=256),
         ForwardPlan(block_n=64, num_warps=4, num_stages=3, programs_per_sm=2), ForwardPlan(block_k=128, num_stages=2),
     ):  # fmt: skip
         assert torch.equal(Group(problem, 1, plan).run(), first), plan
@@ -130,7 +131,7 @@ def test_no_synchronization_and_graph_replay_with_changing_routes():
     problem = Problem(1500, 1024, 512, 8, 4, shared_width=256)
     group = Group(problem, 1)
     routes = [problem.ids_TK.clone(), torch.zeros_like(problem.ids_TK) + 3, torch.zeros_like(problem.ids_TK) - 1, problem.ids_TK.clone()]
-    x, ids, weights = group.inputs[0]
+    _, ids, _ = group.inputs[0]
     torch.cuda.set_sync_debug_mode("error")
     try:
         group.one_rank(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -60,7 +62,7 @@ class Group:
         self.plan = ForwardPlan(**{**vars(plan or ForwardPlan()), "num_sms": (plan.num_sms if plan and plan.num_sms else sms)})
         tokens = problem.x_TH.shape[0]
         edges = [0, *[tokens * (2 * r - 1) // (2 * ranks - 1) for r in range(1, ranks)], tokens]
-        self.parts = [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+        self.parts = [slice(a, b) for a, b in itertools.pairwise(edges)]
         most = max(p.stop - p.start for p in self.parts)
         layout = memory.regions(most, problem.hidden, problem.experts, problem.top_k, ranks)
         self.workspaces = [
