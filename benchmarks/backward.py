@@ -2,8 +2,8 @@
 
     python benchmarks/backward.py [--shapes fine,qwen3-30b] [--plans '{"ring 128": {"ring_tiles": 128}}'] [--out results.json]
 
-Every shape is checked before it is timed: near torch's gradients, and the same bits twice. Torch's backward is a step minus its forward. Times are
-medians over CUDA events, the contestants taking turns.
+Every shape is checked before it is timed: near torch's gradients, and the same bits twice. Torch's backward is a step minus its forward.
+Times are medians over CUDA events, the contestants taking turns.
 
 Legend: T tokens, H hidden, I intermediate, E experts, K choices per token, N = T * K.
 """

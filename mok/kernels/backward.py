@@ -1,16 +1,16 @@
 """The backward megakernel: dY and x in, every gradient out, in one launch.
 
-All work is one list of tasks in a fixed order (`mok.kernels.groups`), and every program takes the next ticket until none is left. A task waits
-only for tasks of earlier tickets, so the kernel ends however few programs are resident.
+All work is one list of tasks in a fixed order (`mok.kernels.groups`), and every program takes the next ticket until none is left. A task
+waits only for tasks of earlier tickets, so the kernel ends however few programs are resident.
 
-Rows live in rings of RING tiles (dY, x, router weights, d_gate, d_up, w h, parts of d_w); tile t uses place t mod RING. Gate and up that were not
-saved are computed again into the places of d_gate and d_up. A ring holds two groups, so a tile's place is that of a tile at least two groups
-before, and is free when that group is done. Signals, one counter each:
+Rows live in rings of RING tiles (dY, x, router weights, d_gate, d_up, w h, parts of d_w); tile t uses place t mod RING. Gate and up that
+were not saved are computed again into the places of d_gate and d_up. A ring that wraps holds two groups, so a tile gets the place of one at
+least two groups before, which is free when that group is done. Signals, one counter each:
     x_ready[tile]: parts pulled;  gate_ready[tile]: slices of gate and up there;  d_gate_ready[tile]: slices of d_gate, d_up, w h there;
-    expert_ready[expert + group]: the same, over the tiles of the expert in the group (no two have the same sum);  group_done[group]: compute
-    tasks done.
+    group_ready[group]: the same, over all tiles of the group;  group_done[group]: compute tasks done.
 
-Legend: T tokens of this rank, H hidden, I intermediate, S width of the shared experts, L experts of this rank, K choices per token, R ranks.
+Legend: T tokens of this rank, H hidden, I intermediate, S width of the shared experts, L experts of this rank, K choices per token,
+R ranks.
 """
 
 from __future__ import annotations
@@ -64,18 +64,19 @@ from mok.kernels.signals import (
     announce,
     order_copy_engine,
     peer_address,
-    read_signal,
     wait_for,
 )
 
 GATE_READY = tl.constexpr(memory.STATES.index("gate_ready"))
 D_GATE_READY = tl.constexpr(memory.STATES.index("d_gate_ready"))
-EXPERT_READY = tl.constexpr(memory.STATES.index("expert_ready"))
+GROUP_READY = tl.constexpr(memory.STATES.index("group_ready"))
 GROUP_DONE = tl.constexpr(memory.STATES.index("group_done"))
 
 
 @triton.jit
-def pull_weights(weights_ptr, weights_ptrs, ring_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row, R: tl.constexpr, ROWS: tl.constexpr):
+def pull_weights(
+    weights_ptr, weights_ptrs, ring_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row, R: tl.constexpr, ROWS: tl.constexpr
+):
     """The router weights of ROWS rows; zero on padding rows."""
     lanes = tl.arange(0, ROWS)
     source = tl.load(peer_rank_ptr + row + lanes)
@@ -108,6 +109,9 @@ def pull_task(
     announce(x_ready_ptr + tile)
 
 
+SHARED = tl.constexpr(-2)  # among groups, the shared experts
+
+
 @triton.jit
 def wait_for_group(group, table_ptr, group_done_ptr, control_ptrs, rank, task, what, wait_limit, R: tl.constexpr):
     """All compute tasks of a group are done."""
@@ -117,14 +121,15 @@ def wait_for_group(group, table_ptr, group_done_ptr, control_ptrs, rank, task, w
 
 @triton.jit
 def wait_for_inputs(
-    kind, tile, expert, group, expected, cut, saved_tiles, shared_tiles, table_ptr, control_ptrs,
-    x_ready_ptr, gate_ready_ptr, d_gate_ready_ptr, expert_ready_ptr, group_done_ptr, shared_ready_ptr, wait_limit,
+    kind, tile, expert, group, ready_group, expected, cut, saved_tiles, shared_tiles, table_ptr, control_ptrs,
+    x_ready_ptr, gate_ready_ptr, d_gate_ready_ptr, group_ready_ptr, group_done_ptr, shared_ready_ptr, wait_limit,
     rank, R: tl.constexpr, PARTS: tl.constexpr, GATE_UPS: tl.constexpr, HIDDENS: tl.constexpr, SHARED_HIDDENS: tl.constexpr,
     CARRY: tl.constexpr,
 ):  # fmt: skip
-    """What a compute task reads is there, and what it overwrites is no longer read. dY and x of the shared experts are there from the start.
+    """What a compute task reads is there, and what it overwrites is no longer read. The shared experts' dY and x are there from the start.
 
-    cut: a weight's gradient of which this group has not all rows.
+    ready_group: the group of which this program has seen that all d_gate, d_up, w h are there. cut: a weight's gradient of which this
+    group has not all rows.
     """
     ok = 1
     if kind == GATE_UP:
@@ -137,8 +142,8 @@ def wait_for_inputs(
     elif kind == D_X:
         ok = wait_for(d_gate_ready_ptr + tile, HIDDENS, control_ptrs, rank, tile, D_GATE_READY, wait_limit, R).to(tl.int32)
     elif kind == D_WEIGHT:
-        if expected > 0:
-            ok = wait_for(expert_ready_ptr + expert + group, expected, control_ptrs, rank, expert, EXPERT_READY, wait_limit, R).to(tl.int32)
+        if group != ready_group:
+            ok = wait_for(group_ready_ptr + group, expected, control_ptrs, rank, group, GROUP_READY, wait_limit, R).to(tl.int32)
         if CARRY:
             if cut & (ok == 1):
                 after = tl.load(table_ptr + HEADER + group * ROW + CARRY_AFTER)
@@ -147,7 +152,8 @@ def wait_for_inputs(
     elif kind == SHARED_D_X:
         ok = wait_for(shared_ready_ptr + tile, SHARED_HIDDENS, control_ptrs, rank, tile, D_GATE_READY, wait_limit, R).to(tl.int32)
     elif kind == SHARED_D_WEIGHT:
-        ok = wait_for(shared_ready_ptr + shared_tiles, expected, control_ptrs, rank, 0, EXPERT_READY, wait_limit, R).to(tl.int32)
+        if ready_group != SHARED:
+            ok = wait_for(shared_ready_ptr + shared_tiles, expected, control_ptrs, rank, 0, GROUP_READY, wait_limit, R).to(tl.int32)
     order_copy_engine(tile)
     return ok
 
@@ -181,13 +187,14 @@ def backward_kernel(
     x_ready_ptr = signals_ptr + 32
     gate_ready_ptr = x_ready_ptr + max_tiles
     d_gate_ready_ptr = gate_ready_ptr + max_tiles
-    expert_ready_ptr = d_gate_ready_ptr + max_tiles
-    group_done_ptr = expert_ready_ptr + num_local + max_tiles + 2
+    group_ready_ptr = d_gate_ready_ptr + max_tiles
+    group_done_ptr = group_ready_ptr + max_tiles + 2
     shared_ready_ptr = group_done_ptr + max_tiles + 2
     shared_tiles = tl.cdiv(tokens, BLOCK_M) if S > 0 else 0
     total = tl.load(table_ptr + HEADER + tl.load(table_ptr) * ROW + TICKET)
     lanes = tl.arange(0, THREADS)
     ticket, kind = take_ticket(tl.atomic_add(signals_ptr + lanes, 1, mask=lanes == 0, sem="relaxed", scope="gpu"), lanes, list_ptr, total)
+    ready_group = ticket * 0 - 1
     while kind != END:
         # One lane takes the next ticket now; nobody looks at it before this task's sums are there.
         taken = tl.atomic_add(signals_ptr + lanes, 1, mask=lanes == 0, sem="relaxed", scope="gpu")
@@ -216,53 +223,54 @@ def backward_kernel(
             if CARRY:
                 carried = (kind == D_WEIGHT) & (tile > tl.load(expert_tile_ptr + expert))
             ok = wait_for_inputs(
-                kind, tile, expert, group, tl.load(record + EXPECTED), carried | (last == 0), saved_tiles, shared_tiles, table_ptr, control_ptrs,
-                x_ready_ptr, gate_ready_ptr, d_gate_ready_ptr, expert_ready_ptr, group_done_ptr, shared_ready_ptr, wait_limit,
-                rank, R, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, CARRY,
+                kind, tile, expert, group, ready_group, tl.load(record + EXPECTED), carried | (last == 0), saved_tiles, shared_tiles,
+                table_ptr, control_ptrs, x_ready_ptr, gate_ready_ptr, d_gate_ready_ptr, group_ready_ptr, group_done_ptr,
+                shared_ready_ptr, wait_limit, rank, R, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, CARRY,
             )  # fmt: skip
             if ok == 1:
                 if (kind == D_WEIGHT) | (kind == SHARED_D_WEIGHT):
                     if NEED_EXPERTS | NEED_SHARED:
-                        routed = kind == D_WEIGHT
-                        width = I if S == 0 else tl.where(routed, I, S)
+                        width = I if S == 0 else tl.where(kind == D_WEIGHT, I, S)
                         down = part == 2
                         up = part == 1
-                        if routed:
-                            from_row = (tile % RING) * BLOCK_M
-                            wrap = RING * BLOCK_M
-                            if down:
-                                a_desc = ring_d_y_t_desc
-                                b_desc = ring_h_n_desc
-                                out_ptr = d_down_weight_ptr
-                                out_desc = d_down_weight_desc
-                            elif up:
-                                a_desc = ring_d_up_t_desc
-                                b_desc = ring_x_n_desc
-                                out_ptr = d_up_weight_ptr
-                                out_desc = d_up_weight_desc
-                            else:
-                                a_desc = ring_d_gate_t_desc
-                                b_desc = ring_x_n_desc
-                                out_ptr = d_gate_weight_ptr
-                                out_desc = d_gate_weight_desc
+                        from_row = (tile % RING) * BLOCK_M
+                        wrap = RING * BLOCK_M
+                        ready_group = group
+                        if down:
+                            a_desc = ring_d_y_t_desc
+                            b_desc = ring_h_n_desc
+                            out_ptr = d_down_weight_ptr
+                            out_desc = d_down_weight_desc
+                        elif up:
+                            a_desc = ring_d_up_t_desc
+                            b_desc = ring_x_n_desc
+                            out_ptr = d_up_weight_ptr
+                            out_desc = d_up_weight_desc
                         else:
-                            from_row = 0
-                            wrap = 0x40000000
-                            if down:
-                                a_desc = shared_d_y_t_desc
-                                b_desc = shared_h_n_desc
-                                out_ptr = shared_d_down_weight_ptr
-                                out_desc = shared_d_down_weight_desc
-                            elif up:
-                                a_desc = shared_d_up_t_desc
-                                b_desc = shared_x_n_desc
-                                out_ptr = shared_d_up_weight_ptr
-                                out_desc = shared_d_up_weight_desc
-                            else:
-                                a_desc = shared_d_gate_t_desc
-                                b_desc = shared_x_n_desc
-                                out_ptr = shared_d_gate_weight_ptr
-                                out_desc = shared_d_gate_weight_desc
+                            a_desc = ring_d_gate_t_desc
+                            b_desc = ring_x_n_desc
+                            out_ptr = d_gate_weight_ptr
+                            out_desc = d_gate_weight_desc
+                        if S > 0:
+                            if kind == SHARED_D_WEIGHT:
+                                from_row = 0
+                                wrap = 0x40000000
+                                ready_group = SHARED
+                                if down:
+                                    a_desc = shared_d_y_t_desc
+                                    b_desc = shared_h_n_desc
+                                    out_ptr = shared_d_down_weight_ptr
+                                    out_desc = shared_d_down_weight_desc
+                                elif up:
+                                    a_desc = shared_d_up_t_desc
+                                    b_desc = shared_x_n_desc
+                                    out_ptr = shared_d_up_weight_ptr
+                                    out_desc = shared_d_up_weight_desc
+                                else:
+                                    a_desc = shared_d_gate_t_desc
+                                    b_desc = shared_x_n_desc
+                                    out_ptr = shared_d_gate_weight_ptr
+                                    out_desc = shared_d_gate_weight_desc
                         rows = tl.where(down, H, width)
                         columns = tl.where(down, width, H)
                         m = (at >> 16) * BLOCK_M
@@ -307,12 +315,12 @@ def backward_kernel(
                     column = part * BLOCK_N
                     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
                     for half in range(tl.where(hidden, 1, 2)):
-                        if kind == HIDDEN:
-                            left_desc = ring_d_y_desc
-                            right_desc = down_kn_desc
+                        if hidden:
                             inner = H
                             right_row = expert * H
-                        elif kind == D_X:
+                            left_desc = ring_d_y_desc
+                            right_desc = down_kn_desc
+                        else:
                             inner = I
                             right_row = expert * I
                             if half == 0:
@@ -321,58 +329,57 @@ def backward_kernel(
                             else:
                                 left_desc = ring_d_up_desc
                                 right_desc = up_kn_desc
-                        elif kind == SHARED_HIDDEN:
-                            left_desc = shared_d_y_desc
-                            right_desc = shared_down_kn_desc
-                            inner = H
-                            right_row = 0
-                        else:
-                            inner = S
-                            right_row = 0
-                            if half == 0:
-                                left_desc = shared_d_gate_desc
-                                right_desc = shared_gate_kn_desc
-                            else:
-                                left_desc = shared_d_up_desc
-                                right_desc = shared_up_kn_desc
+                        if S > 0:
+                            if kind == SHARED_HIDDEN:
+                                left_desc = shared_d_y_desc
+                                right_desc = shared_down_kn_desc
+                            elif kind == SHARED_D_X:
+                                inner = S
+                                if half == 0:
+                                    left_desc = shared_d_gate_desc
+                                    right_desc = shared_gate_kn_desc
+                                else:
+                                    left_desc = shared_d_up_desc
+                                    right_desc = shared_up_kn_desc
                         acc = multiply_rows(left_desc, right_desc, acc, place, right_row, column, inner, BLOCK_K)
                     ticket, next_kind = take_ticket(taken, lanes, list_ptr, total)
                     if hidden:
-                        if kind == HIDDEN:
-                            from_gate = saved_gate_desc
-                            from_up = saved_up_desc
-                            from_place = tile * BLOCK_M
-                            if RECOMPUTE:
-                                if tile >= saved_tiles:
-                                    from_gate = tile_d_gate_desc
-                                    from_up = tile_d_up_desc
-                                    from_place = place
-                            to_gate = tile_d_gate_desc
-                            to_up = tile_d_up_desc
-                            to_h = tile_h_desc
-                            clip = limit
-                        else:
-                            from_gate = saved_shared_gate_desc
-                            from_up = saved_shared_up_desc
-                            from_place = place
-                            to_gate = tile_shared_d_gate_desc
-                            to_up = tile_shared_d_up_desc
-                            to_h = tile_shared_h_desc
-                            clip = shared_limit
+                        from_gate = saved_gate_desc
+                        from_up = saved_up_desc
+                        from_place = tile * BLOCK_M
+                        to_gate = tile_d_gate_desc
+                        to_up = tile_d_up_desc
+                        to_h = tile_h_desc
+                        clip = limit
+                        if RECOMPUTE:
+                            if tile >= saved_tiles:
+                                from_gate = tile_d_gate_desc
+                                from_up = tile_d_up_desc
+                                from_place = place
+                        if S > 0:
+                            if kind == SHARED_HIDDEN:
+                                from_gate = saved_shared_gate_desc
+                                from_up = saved_shared_up_desc
+                                from_place = place
+                                to_gate = tile_shared_d_gate_desc
+                                to_up = tile_shared_d_up_desc
+                                to_h = tile_shared_h_desc
+                                clip = shared_limit
                         rows_here = place + tl.arange(0, BLOCK_M)
                         weight = tl.load(ring_weights_ptr + rows_here, mask=routed_rows, other=1.0)
                         parts_here = partial_ptr + rows_here
                         narrow = slices(acc, BLOCK_M, BLOCK_N, SLICE)
                         for i in tl.static_range(PARTS_OF_D_W):
                             d_w = hidden_gradient(
-                                narrow[i], from_gate, from_up, from_place, to_gate, to_up, to_h, place, column + i * SLICE, weight, clip, CLAMP
+                                narrow[i], from_gate, from_up, from_place, to_gate, to_up, to_h, place, column + i * SLICE, weight, clip,
+                                CLAMP,
                             )  # fmt: skip
                             if NEED_WEIGHTS:
                                 tl.store(parts_here + (PARTS_OF_D_W * part + i) * (RING * BLOCK_M), d_w, mask=routed_rows)
                         finish_copy_engine_stores(tile)
                         if kind == HIDDEN:
                             tl.debug_barrier()
-                            tl.atomic_add(expert_ready_ptr + expert + group, 1, sem="release", scope="gpu")
+                            tl.atomic_add(group_ready_ptr + group, 1, sem="release", scope="gpu")
                             done = tl.atomic_add(d_gate_ready_ptr + tile, 1, sem="acq_rel", scope="gpu")
                             if NEED_WEIGHTS:
                                 if done == HIDDENS - 1:
@@ -380,7 +387,7 @@ def backward_kernel(
                                         partial_ptr, RING * BLOCK_M, HIDDENS * PARTS_OF_D_W, place, d_weights_ptr, d_weights_ptrs,
                                         peer_rank_ptr, peer_token_idx_ptr, tile * BLOCK_M, R, BLOCK_M,
                                     )  # fmt: skip
-                        else:
+                        elif S > 0:
                             announce(shared_ready_ptr + tile)
                             tl.atomic_add(shared_ready_ptr + shared_tiles, 1, sem="release", scope="gpu")
                     else:
@@ -391,7 +398,7 @@ def backward_kernel(
                                     pieces[i], d_x_ptr, d_x_ptrs, peer_rank_ptr, peer_token_idx_ptr, tile * BLOCK_M, column + i * STORE,
                                     H, R, BLOCK_M, STORE,
                                 )  # fmt: skip
-                            else:
+                            elif S > 0:
                                 store_rows(pieces[i], shared_d_x_ptr, place, tokens, column + i * STORE, H, BLOCK_M, STORE)
                 if kind <= D_WEIGHT:
                     announce(group_done_ptr + group)

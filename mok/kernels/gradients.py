@@ -106,27 +106,33 @@ def hidden_gradient(
 ):  # fmt: skip
     """d_hidden: dHid of one slice, unweighted. Stores d_gate, d_up and w h; returns sum_i dHid_i h_i of each row.
 
-    Example: gate 1, up 2, w -0.5, dHid 3: silu(1) = 0.73106, so h = 1.46 and d_w = 4.39; w dHid = -1.5, so d_up = -1.5 * 0.73106 = -1.10 and
-    d_gate = -1.5 * 2 * 0.92767 = -2.78; w h = -0.731. With limit 0.5 both are clipped and d_gate = d_up = 0.
+    Example: gate 1, up 2, w -0.5, dHid 3: silu(1) = 0.73106, so h = 1.46 and d_w = 4.39; w dHid = -1.5, so d_up = -1.5 * 0.73106 = -1.10
+    and d_gate = -1.5 * 2 * 0.92767 = -2.78; w h = -0.731. With limit 0.5 both are clipped and d_gate = d_up = 0.
     """
     gate = laid_out_as(gate_desc.load([from_row, column]).to(tl.float32), d_hidden)
     up = up_desc.load([from_row, column]).to(tl.float32)
-    gate_passes = gate <= limit
-    up_passes = (up <= limit) & (up >= -limit)
+    clipped = gate > limit
     if CLAMP:
-        gate = tl.where(gate > limit, limit, gate)  # NaN stays NaN
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        gate = tl.where(clipped, limit, gate)  # NaN stays NaN
     s = tl.sigmoid(gate)
     silu = gate * s
+    slope = s * (1 + gate * (1 - s))
+    if CLAMP:
+        slope = tl.where(clipped, 0.0, slope)
+    clipped = (up > limit) | (up < -limit)
+    if CLAMP:
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     h = rounded(silu * up).to(tl.float32)
+    if CLAMP:
+        silu = tl.where(clipped, 0.0, silu)
     d_weight = tl.sum(d_hidden * h, axis=1)
     weighted_h_desc.store([to_row, column], rounded(h * weight[:, None]))
     d_hidden = d_hidden * weight[:, None]
     d_up = d_hidden * silu
-    d_gate = d_hidden * up * (s * (1 + gate * (1 - s)))
-    if CLAMP:
-        d_up = tl.where(up_passes, d_up, 0.0)
-        d_gate = tl.where(gate_passes, d_gate, 0.0)
+    d_gate = d_hidden * up * slope
+    if CLAMP:  # a zero slope stays zero whatever it is multiplied with; and no mask is kept that long
+        d_up = tl.where(silu == 0, 0.0, d_up)
+        d_gate = tl.where(slope == 0, 0.0, d_gate)
     d_up_desc.store([to_row, column], rounded(d_up))
     d_gate_desc.store([to_row, column], rounded(d_gate))
     return d_weight

@@ -1,14 +1,15 @@
 """The order of the backward's work: experts in groups, phase by phase within a group, as one list of tickets.
 
-A group is a run of tiles, whole experts where they fit: it is closed when it has TARGET tiles, and never has more than MOST. An expert that does
-not fit is cut; the sum that is cut lives on in memory, of which there is one copy, so a group that begins with the rest of a cut expert does
-not end within another one. `plan_kernel` writes the groups into a table, `list_kernel` every task's record, once per backward.
+A group is a run of tiles, whole experts where they fit: it is closed when it has TARGET tiles, and never has more than MOST. An expert that
+does not fit is cut; the sum that is cut lives on in memory, of which there is one copy, so a group that begins with the rest of a cut
+expert does not end within another one. `plan_kernel` writes the groups into a table, `list_kernel` every task's record.
 
     pulls of group 0 | shared experts: hidden, d_x, weight gradients | group 0 | group 1 | ...
-    group g: gate and up again (tiles that saved none), hidden, d_x, weight gradients; the pulls of group g + 1 are spread over its first part.
+    group g: gate and up again (tiles that saved none), hidden, d_x, weight gradients; the pulls of group g + 1 are spread over the first
+             three quarters of it.
 
-Example, TARGET 2, MOST 3, tiles per expert [1, 2, 0, 5]: groups of tiles 0-2 (experts 0, 1), 3-5 (expert 2, which is empty, and the first part
-of 3) and 6-7 (the rest of 3).
+Example, TARGET 2, MOST 3, tiles per expert [1, 2, 0, 5]: groups of tiles 0-2 (experts 0, 1), 3-5 (expert 2, which is empty, and the first
+part of 3) and 6-7 (the rest of 3).
 
 Legend: L experts of this rank, H hidden, I intermediate.
 """
@@ -39,7 +40,7 @@ EXPERT_END = tl.constexpr(3)
 TASKS = tl.constexpr(4)  # compute tasks
 CARRY_AFTER = tl.constexpr(5)  # the group whose end makes the memory for cut sums usable, or -1
 
-# A record of the list. For a weight's gradient TILE is the first tile of the rows, PART which weight (0 gate, 1 up, 2 down), COLUMN its column.
+# A record of the list. For a weight's gradient AT_TILE is the first tile of its rows, PART which weight it is (0 gate, 1 up, 2 down).
 RECORD = tl.constexpr(8)
 KIND = tl.constexpr(0)
 AT_TILE = tl.constexpr(1)
@@ -48,7 +49,7 @@ OF_EXPERT = tl.constexpr(3)
 OF_GROUP = tl.constexpr(4)
 AT = tl.constexpr(5)  # weights: row * 65536 + column, in tiles; PULL: the group that must be done, or -1
 DEPTH = tl.constexpr(6)  # weights: rows to sum over, 2 * them + 1 if they are the last ones of their expert
-EXPECTED = tl.constexpr(7)  # weights: slices of d_gate of this group that must be there
+EXPECTED = tl.constexpr(7)  # weights: slices of d_gate that must be there, those of the whole group
 BLOCK_TICKETS = 256
 
 BLOCK_TILES = tl.constexpr(16)  # rows of tiles worked on together, so that both operands stay in the L2 cache
@@ -81,7 +82,7 @@ def plan_kernel(
     TARGET: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr,
     PARTS: tl.constexpr, GATE_UPS: tl.constexpr, HIDDENS: tl.constexpr, D_XS: tl.constexpr, D_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the table of groups, and expert_tile[e], the first tile of expert e (and of none: the number of tiles). One program, one warp."""
+    """Write the table of groups, and expert_tile[e], the first tile of expert e (expert_tile[L]: all tiles). One program, one warp."""
     zero = num_local * 0
     group, ticket, tasks = zero, zero, zero
     tile, start, start_expert = zero, zero, zero  # the tile reached; where the open group begins
@@ -222,7 +223,7 @@ def list_kernel(
         tile = tl.where(is_weight, tl.maximum(begin, first), tile)
         depth = tl.minimum((end - tile) * BLOCK_M, routes - (tile - begin) * BLOCK_M)
         depth = tl.maximum(depth, 0) * 2 + (finish <= end).to(tl.int32)
-        expected = (tl.minimum(finish, end) - tile) * HIDDENS
+        expected = (end - first) * HIDDENS
         part = tl.where(is_weight, which, part)
 
         if S > 0:

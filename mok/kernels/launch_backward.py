@@ -20,6 +20,8 @@ from mok.kernels.groups import BLOCK_TICKETS, HEADER, RECORD, ROW, list_kernel, 
 from mok.kernels.launch import Saved, Workspace, _rows
 from mok.kernels.schedule import DeviceSchedule
 
+Weights = tuple[Tensor, Tensor, Tensor]  # of gate, up and down
+
 
 @dataclass(frozen=True)
 class BackwardPlan:
@@ -67,8 +69,8 @@ class Gradients:
 
     d_x_TH: Tensor | None
     d_weights_TK: Tensor | None
-    experts: tuple[Tensor, Tensor, Tensor] | None
-    shared: tuple[Tensor, Tensor, Tensor] | None
+    experts: Weights | None
+    shared: Weights | None
 
 
 @dataclass(frozen=True)
@@ -94,14 +96,14 @@ def count_tasks(plan: BackwardPlan, needs: Needs, hidden: int, width: int, share
     shared_d_xs = cdiv(hidden, n) if shared_width and needs.x else 0
     shared_weights = of_weights(shared_width) if shared_width and needs.shared else 0
     return Tasks(
-        parts=plan.parts if hiddens else 0, gate_ups=cdiv(width, plan.store) if hiddens else 0, hiddens=hiddens, d_xs=cdiv(hidden, n) if needs.x else 0,
-        d_weights=of_weights(width) if needs.experts else 0, shared_hiddens=shared_hiddens, shared_d_xs=shared_d_xs,
-        shared=cdiv(tokens, m) * (shared_hiddens + shared_d_xs) + shared_weights,
+        parts=plan.parts if hiddens else 0, gate_ups=cdiv(width, plan.store) if hiddens else 0, hiddens=hiddens,
+        d_xs=cdiv(hidden, n) if needs.x else 0, d_weights=of_weights(width) if needs.experts else 0,
+        shared_hiddens=shared_hiddens, shared_d_xs=shared_d_xs, shared=cdiv(tokens, m) * (shared_hiddens + shared_d_xs) + shared_weights,
     )  # fmt: skip
 
 
 def ring_and_groups(plan: BackwardPlan, tiles: int, tasks: Tasks, num_sms: int) -> tuple[int, int, int]:
-    """Tiles of the rings, tiles at which a group is closed, most tiles of a group. Two groups fit into a ring that is smaller than all tiles."""
+    """Tiles of the rings, tiles at which a group is closed, most tiles of a group. A ring smaller than all tiles holds two groups."""
     ring = max(2, min(plan.ring_tiles, tiles))
     most = max(tiles, 1) if ring >= tiles else ring // 2
     per_tile = max(1, min(count for count in (tasks.hiddens, tasks.d_xs) if count > 0) if tasks.hiddens or tasks.d_xs else 1)
@@ -118,8 +120,8 @@ class Call:
     tasks: dict[str, object]
     kernel: dict[str, object]
     signals: Tensor
-    experts: tuple[Tensor, Tensor, Tensor] | None
-    shared: tuple[Tensor, Tensor, Tensor] | None
+    experts: Weights | None
+    shared: Weights | None
     shared_d_x: Tensor | None
 
 
@@ -133,13 +135,13 @@ def prepare(
     gate_LIH: Tensor,
     up_LIH: Tensor,
     down_LHI: Tensor,
-    shared: tuple[Tensor, Tensor, Tensor] | None = None,
+    shared: Weights | None = None,
     clamp: float | None = None,
     shared_clamp: float | None = None,
     shared_d_y_TH: Tensor | None = None,
     needs: Needs | None = None,
-    main_grads: tuple[Tensor, Tensor, Tensor] | None = None,
-    shared_main_grads: tuple[Tensor, Tensor, Tensor] | None = None,
+    main_grads: Weights | None = None,
+    shared_main_grads: Weights | None = None,
     plan: BackwardPlan | None = None,
 ) -> Call:
     """shared_d_y_TH: the gradient of the shared experts' output where it is not dY. main_grads: fp32, shaped like the weights, added to."""
@@ -167,12 +169,13 @@ def prepare(
     most_tasks = tiles * per_tile + (num_local + tiles // most) * tasks.d_weights + tasks.shared
     tickets = take("tasks_backward", (max(most_tasks, 1) * RECORD.value,), torch.int32)
     expert_tile = take("expert_tile", (num_local + 1,), torch.int32)
-    signals = take("signals", (32 + 5 * tiles + num_local + 4 + triton.cdiv(tokens, m) + 1,), torch.int32)
+    signals = take("signals", (32 + 5 * tiles + 4 + triton.cdiv(tokens, m) + 1,), torch.int32)
 
-    def results(weights: tuple[Tensor, Tensor, Tensor], main: tuple[Tensor, Tensor, Tensor] | None, wanted: bool) -> tuple[Tensor, ...] | None:
+    def results(weights: Weights, main: Weights | None, wanted: bool) -> Weights | None:
         if not wanted:
             return None
-        return main or tuple(torch.empty(w.shape, dtype=bf16, device=device) for w in weights)
+        gate, up, down = (torch.empty(w.shape, dtype=bf16, device=device) for w in weights)
+        return main or (gate, up, down)
 
     expert_grads = results((gate_LIH, up_LIH, down_LHI), main_grads, needs.experts)
     shared_grads = results(shared, shared_main_grads, needs.shared) if shared else None
@@ -181,17 +184,8 @@ def prepare(
         raise ValueError("main_grads and shared_main_grads: both or neither, where both gradients are asked for")
     nowhere = weights_ring if accumulate else d_y_ring
     to_experts = expert_grads or (nowhere,) * 3
-    if shared:
-        shared_gate, shared_up, shared_down = shared
-        shared_x, shared_d_y = x_TH, d_y_TH if shared_d_y_TH is None else shared_d_y_TH
-        buffers = [take(name, (tokens, shared_width), bf16) for name in ("shared_d_gate", "shared_d_up", "shared_h")]
-        saved_shared_gate, saved_shared_up = saved.shared_gate_TS, saved.shared_up_TS
-        shared_d_x = torch.empty(tokens, hidden, dtype=bf16, device=device) if needs.x else None
-        to_shared = shared_grads or (nowhere,) * 3
-    else:
-        shared_gate, shared_up, shared_down, shared_x, shared_d_y = gate_LIH, up_LIH, down_LHI, x_ring, d_y_ring
-        buffers = [d_gate_ring, d_up_ring, h_ring]
-        saved_shared_gate, saved_shared_up, shared_d_x, to_shared = d_gate_ring, d_up_ring, None, (nowhere,) * 3
+    shared_d_x = torch.empty(tokens, hidden, dtype=bf16, device=device) if shared and needs.x else None
+    to_shared = shared_grads or (nowhere,) * 3
     a = lambda matrix: _rows(matrix, m, k)  # noqa: E731
     a_t = lambda matrix: _rows(matrix, k, m)  # noqa: E731
     b = lambda matrix: _rows(matrix, k, n)  # noqa: E731
@@ -201,38 +195,33 @@ def prepare(
     out = lambda matrix: _rows(matrix if by_copy_engine else d_y_ring, m, plan.store)  # noqa: E731
     saved_gate, saved_up = (saved.gate_CI, saved.up_CI) if saved_tiles else (d_gate_ring, d_up_ring)
     addresses, own = memory.addresses, memory.own
-    per = dict(PARTS=tasks.parts, GATE_UPS=tasks.gate_ups if recompute else 0, HIDDENS=tasks.hiddens, D_XS=tasks.d_xs, D_WEIGHTS=tasks.d_weights)
+    per = dict(
+        PARTS=tasks.parts, GATE_UPS=tasks.gate_ups if recompute else 0, HIDDENS=tasks.hiddens, D_XS=tasks.d_xs, D_WEIGHTS=tasks.d_weights
+    )  # fmt: skip
     groups = dict(
-        tokens_per_expert_ptr=rows.tokens_per_expert, table_ptr=table, expert_tile_ptr=expert_tile, num_local=num_local, saved_tiles=saved_tiles,
-        shared_tasks=tasks.shared, TARGET=target, MOST=most, BLOCK_M=m, **per,
+        tokens_per_expert_ptr=rows.tokens_per_expert, table_ptr=table, expert_tile_ptr=expert_tile, num_local=num_local,
+        saved_tiles=saved_tiles, shared_tasks=tasks.shared, TARGET=target, MOST=most, BLOCK_M=m, **per,
     )  # fmt: skip
     listing = dict(
         list_ptr=tickets, table_ptr=table, tile_expert_ptr=rows.tile_expert, expert_tile_ptr=expert_tile,
-        routes_per_expert_ptr=rows.routes_per_expert, saved_tiles=saved_tiles, shared_tiles=triton.cdiv(tokens, m) if shared else 0, tokens=tokens,
-        H=hidden, I=width, S=shared_width, RING=ring, BLOCK_M=m, BLOCK_N=n, SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs,
-        BLOCK=BLOCK_TICKETS, **per,
+        routes_per_expert_ptr=rows.routes_per_expert, saved_tiles=saved_tiles,
+        shared_tiles=triton.cdiv(tokens, m) if shared else 0, tokens=tokens, H=hidden, I=width, S=shared_width, RING=ring,
+        BLOCK_M=m, BLOCK_N=n, SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs, BLOCK=BLOCK_TICKETS, **per,
     )  # fmt: skip
     kernel: dict[str, object] = dict(
-        d_y_ptr=d_y_TH, d_y_ptrs=addresses["d_y"], x_ptr=x_TH, x_ptrs=addresses["x"], weights_ptr=weights_TK, weights_ptrs=addresses["weights"],
+        d_y_ptr=d_y_TH, d_y_ptrs=addresses["d_y"], x_ptr=x_TH, x_ptrs=addresses["x"],
+        weights_ptr=weights_TK, weights_ptrs=addresses["weights"],
         d_x_ptr=own["combine"], d_x_ptrs=addresses["combine"], d_weights_ptr=own["d_weights"], d_weights_ptrs=addresses["d_weights"],
         control_ptrs=addresses["control"], peer_rank_ptr=rows.peer_rank, peer_token_idx_ptr=rows.peer_token_idx,
         expert_tile_ptr=expert_tile, table_ptr=table, list_ptr=tickets,
         ring_d_y_ptr=d_y_ring, ring_x_ptr=x_ring, ring_weights_ptr=weights_ring, partial_ptr=partial, carry_ptr=carry,
-        ring_x_desc=a(x_ring), gate_desc=_rows(gate_LIH, plan.store, k), up_desc=_rows(up_LIH, plan.store, k),
         ring_d_y_desc=a(d_y_ring), ring_d_gate_desc=a(d_gate_ring), ring_d_up_desc=a(d_up_ring),
         down_kn_desc=b(down_LHI), gate_kn_desc=b(gate_LIH), up_kn_desc=b(up_LIH),
         ring_d_y_t_desc=a_t(d_y_ring), ring_d_gate_t_desc=a_t(d_gate_ring), ring_d_up_t_desc=a_t(d_up_ring),
         ring_x_n_desc=b(x_ring), ring_h_n_desc=b(h_ring),
         saved_gate_desc=tile(saved_gate), saved_up_desc=tile(saved_up),
         tile_d_gate_desc=tile(d_gate_ring), tile_d_up_desc=tile(d_up_ring), tile_h_desc=tile(h_ring),
-        shared_d_y_desc=a(shared_d_y), shared_d_gate_desc=a(buffers[0]), shared_d_up_desc=a(buffers[1]),
-        shared_down_kn_desc=b(shared_down), shared_gate_kn_desc=b(shared_gate), shared_up_kn_desc=b(shared_up),
-        shared_d_y_t_desc=a_t(shared_d_y), shared_d_gate_t_desc=a_t(buffers[0]), shared_d_up_t_desc=a_t(buffers[1]),
-        shared_x_n_desc=b(shared_x), shared_h_n_desc=b(buffers[2]),
-        saved_shared_gate_desc=tile(saved_shared_gate), saved_shared_up_desc=tile(saved_shared_up),
-        tile_shared_d_gate_desc=tile(buffers[0]), tile_shared_d_up_desc=tile(buffers[1]), tile_shared_h_desc=tile(buffers[2]),
         d_gate_weight_desc=out(to_experts[0]), d_up_weight_desc=out(to_experts[1]), d_down_weight_desc=out(to_experts[2]),
-        shared_d_gate_weight_desc=out(to_shared[0]), shared_d_up_weight_desc=out(to_shared[1]), shared_d_down_weight_desc=out(to_shared[2]),
         d_gate_weight_ptr=to_experts[0], d_up_weight_ptr=to_experts[1], d_down_weight_ptr=to_experts[2],
         shared_d_gate_weight_ptr=to_shared[0], shared_d_up_weight_ptr=to_shared[1], shared_d_down_weight_ptr=to_shared[2],
         shared_d_x_ptr=x_ring if shared_d_x is None else shared_d_x, signals_ptr=signals,
@@ -245,6 +234,25 @@ def prepare(
         RING=ring, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, SLICE=s, BLOCK_H=min(plan.block_h, triton.next_power_of_2(hidden)),
         THREADS=32 * plan.num_warps, SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs, **per,
     )  # fmt: skip
+    of_gate_and_up = dict.fromkeys(("ring_x_desc", "gate_desc", "up_desc"))
+    if recompute:
+        of_gate_and_up = dict(ring_x_desc=a(x_ring), gate_desc=_rows(gate_LIH, plan.store, k), up_desc=_rows(up_LIH, plan.store, k))
+    of_shared: dict[str, object] = dict.fromkeys(name for name in backward_kernel.arg_names if "shared_" in name and name.endswith("_desc"))
+    if shared:
+        shared_gate, shared_up, shared_down = shared
+        shared_d_y = d_y_TH if shared_d_y_TH is None else shared_d_y_TH
+        d_gate, d_up, h = (take(name, (tokens, shared_width), bf16) for name in ("shared_d_gate", "shared_d_up", "shared_h"))
+        of_shared = dict(
+            shared_d_y_desc=a(shared_d_y), shared_d_gate_desc=a(d_gate), shared_d_up_desc=a(d_up),
+            shared_down_kn_desc=b(shared_down), shared_gate_kn_desc=b(shared_gate), shared_up_kn_desc=b(shared_up),
+            shared_d_y_t_desc=a_t(shared_d_y), shared_d_gate_t_desc=a_t(d_gate), shared_d_up_t_desc=a_t(d_up),
+            shared_x_n_desc=b(x_TH), shared_h_n_desc=b(h),
+            saved_shared_gate_desc=tile(saved.shared_gate_TS), saved_shared_up_desc=tile(saved.shared_up_TS),
+            tile_shared_d_gate_desc=tile(d_gate), tile_shared_d_up_desc=tile(d_up), tile_shared_h_desc=tile(h),
+            shared_d_gate_weight_desc=out(to_shared[0]), shared_d_up_weight_desc=out(to_shared[1]),
+            shared_d_down_weight_desc=out(to_shared[2]),
+        )  # fmt: skip
+    kernel |= {**of_gate_and_up, **of_shared}
     return Call(
         groups, listing, kernel, signals, None if main_grads else expert_grads, None if shared_main_grads else shared_grads, shared_d_x
     )  # fmt: skip

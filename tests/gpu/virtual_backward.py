@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 from virtual import DEVICE, Problem
@@ -74,8 +76,8 @@ class Group:
     """R virtual ranks with uneven shares of the tokens; one process, one stream each, so that they really run at the same time."""
 
     def __init__(
-        self, problem: Problem, d_y: Tensor, ranks: int, plan: BackwardPlan | None = None, needs: Needs | None = None, saved_rows: int = 1 << 20,
-        mains: dict[str, Tensor] | None = None, timeout_s: float = 20.0,
+        self, problem: Problem, d_y: Tensor, ranks: int, plan: BackwardPlan | None = None, needs: Needs | None = None,
+        saved_rows: int = 1 << 20, mains: dict[str, Tensor] | None = None, timeout_s: float = 20.0,
     ) -> None:  # fmt: skip
         self.problem, self.ranks, self.needs, self.mains = problem, ranks, needs or Needs(), mains
         sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count // ranks
@@ -84,7 +86,7 @@ class Group:
         self.forward_plan = ForwardPlan(num_sms=sms)
         tokens = problem.x_TH.shape[0]
         edges = [0, *[tokens * (2 * r - 1) // (2 * ranks - 1) for r in range(1, ranks)], tokens]
-        self.parts = [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+        self.parts = [slice(a, b) for a, b in itertools.pairwise(edges)]
         most = max(p.stop - p.start for p in self.parts)
         self.saved_rows = min(saved_rows, ranks * most * problem.top_k + 128 * problem.experts)
         layout = memory.backward_regions(most, problem.hidden, problem.experts, problem.top_k, ranks)
@@ -110,12 +112,14 @@ class Group:
         )  # fmt: skip
         if before:
             before()
-        mains = None if self.mains is None else [
-            tuple(m.clone() if workspace.warming else m for m in (self.mains[prefix + name] for name in NAMES)) for prefix in ("", "shared ")
-        ]  # fmt: skip
+        mains = None
+        if self.mains is not None:
+            sums = {name: m.clone() if workspace.warming else m for name, m in self.mains.items()}
+            mains = [tuple(sums[prefix + name] for name in NAMES) for prefix in ("", "shared ")]
         return launch_backward.backward(
-            workspace, rows, saved, ids, d_y, x, weights, *experts, p.experts, needs=self.needs, plan=self.plan, shared=p.shared, clamp=p.clamp,
-            shared_clamp=p.shared_clamp, main_grads=mains and tuple(m[mine] for m in mains[0]), shared_main_grads=mains and mains[1],
+            workspace, rows, saved, ids, d_y, x, weights, *experts, p.experts, needs=self.needs, plan=self.plan, shared=p.shared,
+            clamp=p.clamp, shared_clamp=p.shared_clamp, main_grads=mains and tuple(m[mine] for m in mains[0]),
+            shared_main_grads=mains and mains[1],
         )  # fmt: skip
 
     def warm(self) -> None:

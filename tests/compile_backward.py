@@ -1,0 +1,122 @@
+"""Compile the backward's kernels for three chips without a GPU; the last line printed is JSON: {"case arch": facts}.
+
+Run alone: python tests/compile_backward.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import triton
+from compile_kernels import CUOBJDUMP, unfinished_stores
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mok.kernels.backward import backward_kernel
+from mok.kernels.groups import list_kernel, plan_kernel
+from mok.kernels.launch_backward import BackwardPlan, Needs, count_tasks
+
+PLAN = BackwardPlan()
+BF16 = {"d_y_ptr", "x_ptr", "d_x_ptr", "ring_d_y_ptr", "ring_x_ptr", "shared_d_x_ptr"}
+FP32 = {"weights_ptr", "d_weights_ptr", "ring_weights_ptr", "partial_ptr", "carry_ptr"}
+CASES = {  # hidden, width, shared width, ranks, then flags
+    "plain": (7168, 2048, 0, 1, {}),
+    "everything": (4096, 1024, 1024, 4, dict(RECOMPUTE=True, CARRY=True, CLAMP=True)),
+    "odd sizes added": (2880, 1408, 0, 2, dict(ACCUMULATE=True, CARRY=True, RECOMPUTE=True)),
+}
+JOBS = (("plain", 90), ("odd sizes added", 90), ("everything", 90), ("everything", 100), ("everything", 103))
+
+
+def constants_of(hidden: int, width: int, shared: int, ranks: int, flags: dict[str, bool]) -> dict[str, object]:
+    tasks = count_tasks(PLAN, Needs(), hidden, width, shared, 2048)
+    constants: dict[str, object] = dict(
+        H=hidden, I=width, S=shared, K=8, R=ranks, CLAMP=False, RECOMPUTE=False, CARRY=False, ACCUMULATE=False,
+        BY_COPY_ENGINE=not any(size % 128 for size in (hidden, width, shared)) and "ACCUMULATE" not in flags,
+        NEED_X=True, NEED_WEIGHTS=True, NEED_EXPERTS=True, NEED_SHARED=shared > 0, RING=256, PARTS=tasks.parts, BLOCK_M=PLAN.block_m,
+        BLOCK_N=PLAN.block_n, BLOCK_K=PLAN.block_k, SLICE=PLAN.slice, BLOCK_H=PLAN.block_h, THREADS=32 * PLAN.num_warps,
+        HIDDENS=tasks.hiddens, D_XS=tasks.d_xs, D_WEIGHTS=tasks.d_weights,
+        SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs,
+    )  # fmt: skip
+    constants |= flags
+    constants["GATE_UPS"] = tasks.gate_ups if constants["RECOMPUTE"] else 0
+    unused = {name for name in backward_kernel.arg_names if "shared_" in name and name.endswith("_desc")} if not shared else set()
+    unused |= {"ring_x_desc", "gate_desc", "up_desc"} if not constants["RECOMPUTE"] else set()
+    constants |= dict.fromkeys(unused)
+    return constants
+
+
+def argument_type(name: str, constants: dict[str, object]) -> str:
+    m, n, k, store = PLAN.block_m, PLAN.block_n, PLAN.block_k, PLAN.store
+    if name in constants:
+        return "constexpr"
+    if name.endswith("_desc"):
+        if name.startswith(("tile_", "saved_")):
+            block = (m, PLAN.slice)
+        elif name.endswith("weight_desc"):
+            block = (m, store)
+        elif name in ("gate_desc", "up_desc"):
+            block = (store, k)
+        elif name.endswith("_n_desc") or name.endswith("_kn_desc"):
+            block = (k, n)
+        else:
+            block = (k, m) if name.endswith("_t_desc") else (m, k)
+        return f"tensordesc<bf16[{block[0]}, {block[1]}]>"
+    if name.endswith("_ptrs"):
+        return "*i64"
+    if name.endswith("_ptr"):
+        if name.endswith("_weight_ptr"):
+            return "*fp32" if constants["ACCUMULATE"] else "*bf16"
+        return "*bf16" if name in BF16 else "*fp32" if name in FP32 else "*i32"
+    return "fp32" if name in ("limit", "shared_limit") else "i32"
+
+
+def facts_of(kernel, arch: int, constants: dict[str, object], num_warps: int, num_stages: int, **options: object) -> dict[str, object]:
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    signature = {name: argument_type(name, constants) for name in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.endswith(("_ptr", "_ptrs"))}
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(num_warps=num_warps, num_stages=num_stages, **options))
+    ptx = made.asm["ptx"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([str(CUOBJDUMP), "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+        sass = subprocess.run([str(CUOBJDUMP), "--dump-sass", file.name], capture_output=True, text=True).stdout if arch == 90 else ""
+    lines = [line for line in sass.splitlines() if re.search(r"/\*[0-9a-f]{4,5}\*/", line)]
+    products = [i for i, line in enumerate(lines) if "HGMMA" in line]
+    spills = [i for i, line in enumerate(lines) if re.search(r"\b(STL|LDL)\b", line)]
+    return dict(
+        name=kernel.__name__, shared=made.metadata.shared, stack=int(re.search(r"STACK:(\d+)", usage)[1]),
+        tensor_core=ptx.count("wgmma.mma_async" if arch == 90 else "tcgen05.mma"),
+        copy_engine=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
+        unfinished=unfinished_stores(ptx), announced=len(re.findall(r"gpu\.release\.add|release\.gpu\.global\.add|acq_rel", ptx)),
+        spills=len(spills), spills_between_products=sum(any(abs(s - p) < 12 for p in products) for s in spills),
+        exponentials=made.asm["ttgir"].count("math.exp"),
+    )  # fmt: skip
+
+
+def one(case: str, arch: int) -> tuple[str, list[dict[str, object]]]:
+    constants = constants_of(*CASES[case])
+    return f"{case} {arch}", [
+        facts_of(backward_kernel, arch, constants, PLAN.num_warps, PLAN.num_stages, enable_fp_fusion=False),
+        facts_of(plan_kernel, arch, constants | dict(TARGET=64, MOST=128), 1, 3),
+        facts_of(list_kernel, arch, constants | dict(BLOCK=256), 4, 3),
+    ]
+
+
+def main() -> None:
+    with ProcessPoolExecutor(2) as pool:
+        facts = dict(pool.map(one, *zip(*JOBS, strict=True)))
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()

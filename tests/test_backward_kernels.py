@@ -1,0 +1,55 @@
+"""The backward's kernels without a GPU: under Triton's interpreter (interpreted_backward.py) and compiled (compile_backward.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+HERE = Path(__file__).parent
+CASES = re.findall(r"^def case_(\w+)\(", (HERE / "interpreted_backward.py").read_text(), re.MULTILINE)
+JOBS = ("plain 90", "odd sizes added 90", "everything 90", "everything 100", "everything 103")
+
+
+def run_script(name: str, *arguments: str, interpret: bool) -> dict:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | ({"TRITON_INTERPRET": "1"} if interpret else {})
+    result = subprocess.run([sys.executable, str(HERE / name), *arguments], capture_output=True, text=True, timeout=900, env=environment)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, str]:
+    return run_script("interpreted_backward.py", interpret=True)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[dict]]:
+    return run_script("compile_backward.py", interpret=False)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_case(results, case):
+    assert not results[case], results[case]
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_compiles_for_the_chip(compiled, job):
+    backward, *others = compiled[job]
+    assert backward["tensor_core"] > 0, "no wgmma or tcgen05"
+    assert backward["copy_engine"] > 0, "no bulk tensor loads"
+    assert backward["announced"] > 0
+    assert backward["unfinished"] == 0, "a store of the copy engine is announced before it is in memory"
+    assert backward["shared"] <= 232448, "more shared memory than the chip has"
+    assert backward["exponentials"] == 4, "the sigmoid of a slice is computed twice"
+    assert backward["spills_between_products"] == 0, "the products' loops spill"
+    assert all(kernel["stack"] == 0 for kernel in others)
+    # What is left are arguments and addresses that wait on the stack, and with a clamp some values of a slice.
+    assert backward["stack"] <= (128 if job == "plain 90" else 768), backward
