@@ -145,7 +145,8 @@ def measure_forward(name: str, repeats: int) -> dict[str, object]:
     )  # fmt: skip
     print(
         f"{name:16} T{tokens} H{hidden} I{width} E{experts} K{top_k}: {ms['mok']:.3f} ms, {row['tflops']} TFLOP/s,",
-        f"{row['ratio']:.2f} x torch ({row['baselines'][baseline.name]['tflops']}), cuBLAS {row['cublas_tflops']}, relative error {error:.1e}", flush=True,
+        f"{row['ratio']:.2f} x torch ({row['baselines'][baseline.name]['tflops']}), cuBLAS {row['cublas_tflops']},",
+        f"relative error {error:.1e}", flush=True,
     )  # fmt: skip
     return row
 
