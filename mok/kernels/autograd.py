@@ -125,7 +125,8 @@ def gpu_layer(
     """out [T, H]; counts int64 [E]; then what is kept: the 6 fields of the schedule, gate and up [C, I], the shared experts' gate and up
     [T, S] and output [T, H].
 
-    term: [T, H], bf16 or fp32, what combine adds first in place of shared experts. saved_rows -1: nothing is kept for a backward, and its tensors have no elements. main_grads wait for the backward.
+    term: [T, H], bf16 or fp32, what combine adds first in place of shared experts. saved_rows -1: nothing is kept for a backward, and its
+    tensors have no elements. main_grads wait for the backward.
     """
     inner = workspace_of(workspace)
     rows = launch.schedule(inner, ids, num_experts)

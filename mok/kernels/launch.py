@@ -205,7 +205,7 @@ def launch_kernel(
 ) -> tuple[Tensor | None, Saved | None]:  # fmt: skip
     """The megakernel, between a barrier (all x are there) and another one (all results are)."""
     args, saved, shared_out = kernel_arguments(
-        workspace, rows, x_TH, gate_LIH, up_LIH, down_LHI, shared, clamp, shared_clamp, saved_rows, save, plan, hidden, width
+        workspace, rows, x_TH, gate_LIH, up_LIH, down_LHI, shared, clamp, shared_clamp, saved_rows, save, plan, hidden, width, shared_out_TH
     )
     write_tasks(workspace, args, rows, plan.minibatch_tiles)
     workspace.barrier()

@@ -1,0 +1,85 @@
+"""The operators of the whole layer on the GPU, run by the interpreter (this file as a program), against the CPU layer: all gradients."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+CASES = {  # hidden, width, experts, K, shared width, clamp, gated, a term in place of shared experts
+    "gated shared, clamp": (128, 96, 5, 3, 80, 1.0, True, False),
+    "shared": (64, 48, 3, 2, 64, None, False, False),
+    "term": (64, 32, 4, 2, 0, None, False, True),
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on Linux")
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_the_cpu_layer(name):
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, __file__, name], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def compare(name: str) -> None:
+    import torch
+
+    import mok
+    from mok import executor
+    from mok.kernels import autograd
+    from mok.kernels.ops import number_of
+
+    hidden, width, experts, top_k, shared_width, clamp, gated, with_term = CASES[name]
+    tokens, tuning = 70, mok.Tuning(num_sms=2, minibatch=128, macrobatch=512, saved_rows=256)
+    torch.manual_seed(0)
+
+    def bf16(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape) * scale).bfloat16()
+
+    ids = torch.rand(tokens, experts).argsort(1)[:, :top_k].contiguous()
+    ids[3, 0] = -1
+    tensors = {
+        "x": bf16(tokens, hidden), "weights": torch.randn(tokens, top_k),
+        "gate": bf16(experts, width, hidden, scale=hidden**-0.5), "up": bf16(experts, width, hidden, scale=hidden**-0.5),
+        "down": bf16(experts, hidden, width, scale=width**-0.5),
+    }  # fmt: skip
+    if shared_width:
+        tensors["shared_gate"], tensors["shared_up"] = (bf16(shared_width, hidden, scale=hidden**-0.5) for _ in range(2))
+        tensors["shared_down"] = bf16(hidden, shared_width, scale=shared_width**-0.5)
+    if gated:
+        tensors["scale"] = torch.rand(tokens)
+    if with_term:
+        tensors["term"] = torch.randn(tokens, hidden)
+    d_out = bf16(tokens, hidden)
+    poison = [torch.full((tokens, hidden), float("nan"), dtype=torch.bfloat16) for _ in range(20)]
+    del poison
+
+    got = {key: value.clone().requires_grad_() for key, value in tensors.items()}
+    workspace = autograd.workspace_for(None, torch.device("cpu"), tokens, hidden, top_k, experts, tuning)
+    shared = [got.get(key) for key in ("shared_gate", "shared_up", "shared_down", "scale", "term")]
+    out, counts, *_ = autograd.gpu_layer(
+        got["x"], ids, got["weights"], got["gate"], got["up"], got["down"], *shared, [], number_of(workspace), experts, clamp, None,
+        autograd.rows_to_save(tuning, tokens, top_k, 1, experts), autograd.knobs_of(tuning),
+    )  # fmt: skip
+    out.backward(d_out)
+
+    want = {key: value.clone().requires_grad_() for key, value in tensors.items()}
+    first = want.get("term")
+    if shared_width:
+        first = executor.row_swiglu(want["x"], want["shared_gate"], want["shared_up"], want["shared_down"], None)
+    if gated:
+        first = first * want["scale"][:, None]
+    expected = mok.moe(want["x"], ids, want["weights"], want["gate"], want["up"], want["down"], shared=first, clamp=clamp)
+    expected.backward(d_out)
+
+    assert counts.tolist() == torch.bincount(ids[ids >= 0], minlength=experts).tolist()
+    pairs = {"out": (out, expected), **{f"d_{key}": (got[key].grad, want[key].grad) for key in tensors}}
+    for key, (a, b) in pairs.items():
+        error = float((a.double() - b.double()).norm() / b.double().norm())
+        assert a.dtype == b.dtype and error < 2**-7, f"{key}: relative error {error}"  # one rounding of bf16 more or less
+
+
+if __name__ == "__main__":
+    compare(sys.argv[1])
