@@ -22,7 +22,7 @@ train: $(STAMP)
 	$(BIN)/python -m mok train $(ARGS)
 
 test: check
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

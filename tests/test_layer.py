@@ -44,7 +44,7 @@ def test_wrong_width_and_dtype_name_the_argument():
     layer = mok.MoE(CONFIG)
     with pytest.raises(ValueError, match=r"x has shape \(3, 63\).*hidden_size=64"):
         layer(torch.randn(3, 63))
-    with pytest.raises(TypeError, match="x has dtype torch.bfloat16"):
+    with pytest.raises(TypeError, match=r"x has dtype torch\.bfloat16"):
         layer(torch.randn(3, 64).bfloat16())
     assert layer(torch.randn(3, 64)).shape == (3, 64)
 
