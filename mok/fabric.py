@@ -519,9 +519,9 @@ def host_fabric(group: dist.ProcessGroup | HostFabric | None) -> HostFabric:
 
 
 class SymmetricFabric(Fabric):
-    """Named regions in torch's symmetric memory: every rank allocates the same bytes, peers are addressed through the rendezvous.
+    """Named regions in torch's symmetric memory: every rank allocates the same regions, and kernels address those of their peers.
 
-    NVLink multicast is neither needed nor used.
+    Collective. NVLink multicast is neither needed nor used.
     """
 
     def __init__(self, group: dist.ProcessGroup, regions: Sequence[Region], device: torch.device) -> None:
@@ -530,21 +530,21 @@ class SymmetricFabric(Fabric):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._offsets, nbytes = region_offsets(regions)
         self._regions = {region.name: region for region in regions}
-        self._bytes: Tensor | None = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-        self._handle: Any = symmetric_memory.rendezvous(self._bytes, group=group)
+        self.bytes: Tensor = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+        self._handle: Any = symmetric_memory.rendezvous(self.bytes, group)
+        self.bytes.zero_()
+        torch.cuda.synchronize(device)
+        dist.barrier(group)  # nobody writes into a peer's memory before it is zero
+
+    @property
+    def bases(self) -> list[int]:
+        """The device address of every rank's bytes."""
+        return list(self._handle.buffer_ptrs)
 
     def region(self, name: str, rank: int | None = None) -> Tensor:
         region = self._regions[name]
         offset = self._offsets[name] // region.dtype.itemsize
         return self._handle.get_buffer(self.rank if rank is None else rank, region.shape, region.dtype, offset)
 
-    def address(self, name: str, rank: int) -> int:
-        """Device address of a rank's region, for kernels."""
-        return int(self._handle.buffer_ptrs[rank]) + self._offsets[name]
-
-    def barrier(self) -> None:
-        """Enqueue a barrier of all ranks on the current stream."""
-        self._handle.barrier()
-
     def close(self) -> None:
-        self._bytes, self._handle = None, None
+        self.bytes, self._handle = self.bytes.new_empty(0), None

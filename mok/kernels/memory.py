@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mok.fabric import Region, region_offsets
+from mok.fabric import Region, SymmetricFabric, region_offsets
 
 # Words of the control region (int32). HOST: the address (two words) of HOST_WORDS words of host memory that the kernels can write, laid out
 # like the report. REPORT: a state (0 none, 1 being written, 2 complete) followed by five values.
@@ -106,12 +106,5 @@ def virtual_memory(layout: Sequence[Region], ranks: int, device: torch.device) -
 
 def symmetric_memory(layout: Sequence[Region], group: dist.ProcessGroup, device: torch.device) -> PeerMemory:
     """This process's view over torch's symmetric memory; collective over the group, and every rank passes the same layout."""
-    import torch.distributed._symmetric_memory as symm_mem
-
-    _, total = region_offsets(layout)
-    buffer = symm_mem.empty(total, dtype=torch.uint8, device=device)
-    handle = symm_mem.rendezvous(buffer, group)
-    buffer.zero_()
-    torch.cuda.synchronize(device)
-    dist.barrier(group)
-    return _view(buffer, layout, dist.get_rank(group), list(handle.buffer_ptrs), handle)
+    fabric = SymmetricFabric(group, layout, device)
+    return _view(fabric.bytes, layout, fabric.rank, fabric.bases, fabric)
