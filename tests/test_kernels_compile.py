@@ -61,3 +61,9 @@ def test_forward_uses_the_chip(compiled, case, arch):
     assert kernel["wide_loads"] > 0 and kernel["wide_stores"] > 0 and kernel["narrow_stores"] == 0
     assert kernel["unfinished"] == 0, "a store of the copy engine is announced before it is in memory"
     assert kernel["announced"] > 0
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_combine_reads_sixteen_bytes_at_a_time(compiled, arch):
+    (kernel,) = compiled[f"combine {arch}"]
+    assert kernel["wide_loads"] == 1 + 8 and kernel["wide_stores"] == 1  # shared, K = 8

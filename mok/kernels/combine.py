@@ -35,7 +35,8 @@ def combine_kernel(
         expert = tl.load(ids_ptr + token * K + k)
         live = (expert >= 0) & (expert < E)
         weight = tl.load(weights_ptr + token * K + k, mask=live, other=0.0)
-        y = tl.load(y_ptr + (token * K + k) * H + columns, mask=inside & live, other=0.0).to(tl.float32)
+        end = tl.where(live, H, 0)
+        y = tl.load(y_ptr + (token * K + k) * H + columns, mask=columns < end, other=0.0).to(tl.float32)
         out = out + weight * y
     tl.store(out_ptr + token * H + columns, rounded(out), mask=inside)
 
