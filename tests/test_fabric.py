@@ -53,7 +53,7 @@ def is_late(group, batch):
     fabric = host_fabric(group)
     step(group, batch)
     if fabric.rank == 1:
-        time.sleep(4)
+        time.sleep(7)
     first = outcome(group, batch)
     return first, outcome(group, batch, Tuning(timeout_s=20))
 
@@ -66,7 +66,7 @@ def test_a_late_rank_is_named_and_the_next_call_works(kind, size):
     for rank, (first, _) in enumerate(results):
         assert first[0] == "FabricError" and "rank 1" in first[1] and first[2] == (1,)
         if rank != 1:
-            assert 1.0 < first[3] < 3.5
+            assert 1.0 < first[3] < 6
     assert_equal(whole([second[1] for _, second in results]), step(None, batch))
 
 
