@@ -40,8 +40,9 @@ def constants_of(hidden: int, width: int, shared: int, ranks: int, flags: dict[s
     constants: dict[str, object] = dict(
         H=hidden, I=width, S=shared, K=8, R=ranks, CLAMP=False, RECOMPUTE=False, CARRY=False, ACCUMULATE=False,
         BY_COPY_ENGINE=not any(size % 128 for size in (hidden, width, shared)) and "ACCUMULATE" not in flags,
-        NEED_X=True, NEED_WEIGHTS=True, NEED_EXPERTS=True, NEED_SHARED=shared > 0, RING=256, PARTS=tasks.parts, BLOCK_M=PLAN.block_m,
-        BLOCK_N=PLAN.block_n, BLOCK_K=PLAN.block_k, SLICE=PLAN.slice, BLOCK_H=PLAN.block_h, THREADS=32 * PLAN.num_warps,
+        NEED_X=True, NEED_WEIGHTS=True, NEED_EXPERTS=True, NEED_SHARED=shared > 0, RING=256, RUN=PLAN.run, PARTS=tasks.parts,
+        BLOCK_M=PLAN.block_m, BLOCK_N=PLAN.block_n, BLOCK_K=PLAN.block_k, SLICE=PLAN.slice, BLOCK_H=PLAN.block_h,
+        THREADS=32 * PLAN.num_warps,
         HIDDENS=tasks.hiddens, D_XS=tasks.d_xs, D_WEIGHTS=tasks.d_weights,
         SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs,
     )  # fmt: skip
@@ -108,7 +109,7 @@ def one(case: str, arch: int) -> tuple[str, list[dict[str, object]]]:
     return f"{case} {arch}", [
         facts_of(backward_kernel, arch, constants, PLAN.num_warps, PLAN.num_stages, enable_fp_fusion=False),
         facts_of(plan_kernel, arch, constants | dict(TARGET=64, MOST=128), 1, 3),
-        facts_of(list_kernel, arch, constants | dict(BLOCK=256), 4, 3),
+        facts_of(list_kernel, arch, constants | dict(BLOCK=256, RUN_N=PLAN.run * PLAN.block_n), 4, 3),
     ]
 
 

@@ -22,16 +22,15 @@ from mok.kernels import memory
 from mok.kernels.dispatch import pull_rows
 from mok.kernels.experts import rounded, store_rows
 from mok.kernels.gradients import (
+    d_weight_run,
+    d_weight_tile,
     finish_copy_engine_stores,
     gate_and_up,
     hidden_gradient,
-    load_sum,
-    multiply_columns,
     multiply_rows,
     push_d_weights,
     push_d_x,
     slices,
-    store_sum,
 )
 from mok.kernels.groups import (
     AT,
@@ -176,8 +175,8 @@ def backward_kernel(
     H: tl.constexpr, I: tl.constexpr, S: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     CLAMP: tl.constexpr, RECOMPUTE: tl.constexpr, CARRY: tl.constexpr, ACCUMULATE: tl.constexpr, BY_COPY_ENGINE: tl.constexpr,
     NEED_X: tl.constexpr, NEED_WEIGHTS: tl.constexpr, NEED_EXPERTS: tl.constexpr, NEED_SHARED: tl.constexpr,
-    RING: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICE: tl.constexpr,
-    BLOCK_H: tl.constexpr, THREADS: tl.constexpr,
+    RUN: tl.constexpr, RING: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, SLICE: tl.constexpr, BLOCK_H: tl.constexpr, THREADS: tl.constexpr,
     GATE_UPS: tl.constexpr, HIDDENS: tl.constexpr, D_XS: tl.constexpr, D_WEIGHTS: tl.constexpr,
     SHARED_HIDDENS: tl.constexpr, SHARED_D_XS: tl.constexpr,
 ):  # fmt: skip
@@ -274,27 +273,28 @@ def backward_kernel(
                         rows = tl.where(down, H, width)
                         columns = tl.where(down, width, H)
                         m = (at >> 16) * BLOCK_M
-                        n = (at & 65535) * BLOCK_N
-                        carry_offset = tl.where(down, 2, tl.where(up, 1, 0)).to(tl.int64) * (I * H)
-                        weight_sum = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-                        if CARRY:
-                            if carried:
-                                weight_sum = load_sum(carry_ptr, carry_offset, m, n, rows, columns, BLOCK_M, BLOCK_N)
-                        weight_sum = multiply_columns(a_desc, b_desc, weight_sum, from_row, wrap, depth, m, n, BLOCK_K)
+                        n = (at & 65535) * (RUN * BLOCK_N)
+                        tiles = tl.minimum(RUN, tl.cdiv(columns - n, BLOCK_N))
                         ticket, next_kind = take_ticket(taken, lanes, list_ptr, total)
-                        wide = slices(weight_sum, BLOCK_M, BLOCK_N, STORE)
+                        cut = 0
                         if CARRY:
-                            if last == 0:
-                                for i in tl.static_range(BLOCK_N // STORE):
-                                    store_sum(wide[i], carry_ptr, carry_offset, m, n + i * STORE, rows, columns, False, BLOCK_M, STORE)
-                        if last == 1:
-                            if BY_COPY_ENGINE:
-                                for i in tl.static_range(BLOCK_N // STORE):
-                                    out_desc.store([expert * rows + m, n + i * STORE], rounded(wide[i]))
-                            elif (not ACCUMULATE) | (depth > 0):
+                            cut = (carried | (last == 0)).to(tl.int32)
+                        if BY_COPY_ENGINE:
+                            if cut == 0:
+                                d_weight_run(
+                                    a_desc, b_desc, out_desc, from_row, wrap, depth, m, n, tiles, expert * rows + m,
+                                    BLOCK_M, BLOCK_N, BLOCK_K, STORE,
+                                )  # fmt: skip
+                        if CARRY | (not BY_COPY_ENGINE):
+                            if (cut == 1) | (not BY_COPY_ENGINE):
                                 out_offset = expert.to(tl.int64) * (I * H)
-                                for i in tl.static_range(BLOCK_N // STORE):
-                                    store_sum(wide[i], out_ptr, out_offset, m, n + i * STORE, rows, columns, ACCUMULATE, BLOCK_M, STORE)
+                                carry_offset = tl.where(down, 2, tl.where(up, 1, 0)).to(tl.int64) * (I * H)
+                                for i in range(tiles):
+                                    d_weight_tile(
+                                        a_desc, b_desc, out_ptr, carry_ptr, out_offset, carry_offset, from_row, wrap, depth, m,
+                                        n + i * BLOCK_N, rows, columns, carried, last,
+                                        ACCUMULATE, CARRY, BLOCK_M, BLOCK_N, BLOCK_K, STORE,
+                                    )  # fmt: skip
                 elif kind == GATE_UP:
                     if RECOMPUTE:
                         to_row = (tile % RING) * BLOCK_M

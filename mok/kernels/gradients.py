@@ -2,7 +2,7 @@
 
 hidden:   a slice of dHid = dY Wd, unweighted; from it d_gate, d_up (of w dHid), w h, and the slice's part of d_w = sum_i dHid_i h_i.
 d_x:      a slice of d_gate Wg + d_up Wu, one sum over both.
-d_weight: a tile of d_gate^T x, d_up^T x or dY^T (w h), summed over the rows of an expert in order.
+d_weight: tiles of d_gate^T x, d_up^T x or dY^T (w h), summed over the rows of an expert in order.
 
 Rounded to bf16, as on every other backend: h, d_gate, d_up, w h, each row's d_x, and a weight's gradient once at its end.
 
@@ -52,21 +52,6 @@ def multiply_rows(a_desc, b_desc, total, a_row, b_row, column, depth, BLOCK_K: t
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         total = tl.dot(a, b, total)
-    return total
-
-
-@triton.jit
-def multiply_columns(a_desc, b_desc, total, row, wrap, depth, a_column, b_column, BLOCK_K: tl.constexpr):
-    """total + a^T b over `depth` rows from `row` on, in order; after row wrap - 1 comes row 0."""
-    for k in tl.range(0, depth, BLOCK_K):
-        from_row = row + k
-        from_row = tl.where(from_row >= wrap, from_row - wrap, from_row)
-        a = a_desc.load([from_row, a_column])
-        b = b_desc.load([from_row, b_column])
-        if INTERPRETING:
-            a = a.to(tl.float32)
-            b = b.to(tl.float32)
-        total = tl.dot(a.T, b, total)
     return total
 
 
@@ -195,3 +180,95 @@ def store_sum(total, to_ptr, offset, row, column, rows, columns, ADD: tl.constex
     if to.dtype.element_ty == tl.bfloat16:
         total = rounded(total)
     tl.store(to, total, mask=inside)
+
+
+@triton.jit
+def around(row, wrap):
+    """A row of a ring of `wrap` rows; row is less than twice that."""
+    return tl.where(row >= wrap, row - wrap, row)
+
+
+@triton.jit
+def fresh_zeros(token, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Zeros that the compiler takes for a computed value, so that a branch which sets a sum to them stays a branch.
+
+    As a constant they would be selected into the sum at every step, and a product whose sum is touched does not run ahead.
+    """
+    zero = 0.0
+    if not INTERPRETING:
+        zero = tl.inline_asm_elementwise("mov.b32 $0, 0; // $1", "=f,r", [token], dtype=tl.float32, is_pure=False, pack=1)
+    return tl.zeros((BLOCK_M, BLOCK_N), tl.float32) + zero
+
+
+@triton.jit
+def store_by_copy_engine(total, to_desc, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr):
+    """Store a tile of a sum, rounded. Nobody in this kernel reads it, so nobody waits for it."""
+    parts = slices(total, BLOCK_M, BLOCK_N, SLICE)
+    for i in tl.static_range(BLOCK_N // SLICE):
+        to_desc.store([row, column + i * SLICE], rounded(parts[i]))
+
+
+@triton.jit
+def d_weight_run(
+    a_desc, b_desc, to_desc, row, wrap, depth, a_column, b_column, tiles, to_row,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """`tiles` neighbouring tiles of a^T b, each over `depth` rows from `row` on, stored at row to_row and column b_column of a gradient.
+
+    One loop over all steps of all tiles: while a tile is stored, the next one's operands are on their way.
+    """
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    k = 0
+    for _ in tl.range(0, tl.cdiv(depth, BLOCK_K) * tiles):
+        from_row = around(row + k, wrap)
+        a = a_desc.load([from_row, a_column])
+        b = b_desc.load([from_row, b_column])
+        if INTERPRETING:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        total = tl.dot(a.T, b, total)
+        k += BLOCK_K
+        if k >= depth:
+            store_by_copy_engine(total, to_desc, to_row, b_column, BLOCK_M, BLOCK_N, SLICE)
+            total = fresh_zeros(k, BLOCK_M, BLOCK_N)
+            k = 0
+            b_column += BLOCK_N
+    if depth == 0:  # an expert without rows
+        for _ in range(tiles):
+            store_by_copy_engine(total, to_desc, to_row, b_column, BLOCK_M, BLOCK_N, SLICE)
+            b_column += BLOCK_N
+
+
+@triton.jit
+def multiply_columns(a_desc, b_desc, total, row, wrap, depth, a_column, b_column, BLOCK_K: tl.constexpr):
+    """total + a^T b over `depth` rows from `row` on, in order; after row wrap - 1 comes row 0."""
+    for k in tl.range(0, depth, BLOCK_K):
+        from_row = around(row + k, wrap)
+        a = a_desc.load([from_row, a_column])
+        b = b_desc.load([from_row, b_column])
+        if INTERPRETING:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        total = tl.dot(a.T, b, total)
+    return total
+
+
+@triton.jit
+def d_weight_tile(
+    a_desc, b_desc, to_ptr, carry_ptr, offset, carry_offset, row, wrap, depth, a_column, b_column, rows, columns, carried, last,
+    ADD: tl.constexpr, CARRY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """A tile of a^T b where the sum begins with what is carried, ends unfinished, is added to an fp32 gradient, or sticks out."""
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if CARRY:
+        if carried:
+            total = load_sum(carry_ptr, carry_offset, a_column, b_column, rows, columns, BLOCK_M, BLOCK_N)
+    total = multiply_columns(a_desc, b_desc, total, row, wrap, depth, a_column, b_column, BLOCK_K)
+    parts = slices(total, BLOCK_M, BLOCK_N, SLICE)
+    if CARRY:
+        if last == 0:
+            for i in tl.static_range(BLOCK_N // SLICE):
+                store_sum(parts[i], carry_ptr, carry_offset, a_column, b_column + i * SLICE, rows, columns, False, BLOCK_M, SLICE)
+    if (last == 1) & ((not ADD) | (depth > 0)):
+        for i in tl.static_range(BLOCK_N // SLICE):
+            store_sum(parts[i], to_ptr, offset, a_column, b_column + i * SLICE, rows, columns, ADD, BLOCK_M, SLICE)

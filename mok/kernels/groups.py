@@ -47,7 +47,7 @@ AT_TILE = tl.constexpr(1)
 PART = tl.constexpr(2)  # PULL: which part; a tile's task: which slice of columns
 OF_EXPERT = tl.constexpr(3)
 OF_GROUP = tl.constexpr(4)
-AT = tl.constexpr(5)  # weights: row * 65536 + column, in tiles; PULL: the group that must be done, or -1
+AT = tl.constexpr(5)  # weights: row * 65536 + column, in tiles and runs of them; PULL: the group that must be done, or -1
 DEPTH = tl.constexpr(6)  # weights: rows to sum over, 2 * them + 1 if they are the last ones of their expert
 EXPECTED = tl.constexpr(7)  # weights: slices of d_gate that must be there, those of the whole group
 BLOCK_TICKETS = 256
@@ -150,13 +150,13 @@ def tiles_of_experts(q, first, end, tile_expert_ptr, expert_tile_ptr, live, PER_
 
 
 @triton.jit
-def tiles_of_weights(q, width, H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The q-th task of one expert's weight gradients -> (which weight, row * 65536 + column)."""
+def tiles_of_weights(q, width, H: tl.constexpr, BLOCK_M: tl.constexpr, RUN_N: tl.constexpr):
+    """The q-th task of one expert's weight gradients -> (which weight, row * 65536 + column), in tiles and in runs of them."""
     tall = tl.cdiv(width, BLOCK_M)
-    flat: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
+    flat: tl.constexpr = (H + RUN_N - 1) // RUN_N
     which = tl.minimum(q // (tall * flat), 2)
     rows = tl.where(which == 2, (H + BLOCK_M - 1) // BLOCK_M, tall)
-    columns = tl.where(which == 2, tl.cdiv(width, BLOCK_N), flat)
+    columns = tl.where(which == 2, tl.cdiv(width, RUN_N), flat)
     row, column = swizzle(q - which * (tall * flat), rows, columns)
     return which, row * 65536 + column
 
@@ -164,7 +164,7 @@ def tiles_of_weights(q, width, H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: 
 @triton.jit(do_not_specialize=["saved_tiles", "shared_tiles", "tokens"])
 def list_kernel(
     list_ptr, table_ptr, tile_expert_ptr, expert_tile_ptr, routes_per_expert_ptr, saved_tiles, shared_tiles, tokens,
-    H: tl.constexpr, I: tl.constexpr, S: tl.constexpr, RING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    H: tl.constexpr, I: tl.constexpr, S: tl.constexpr, RING: tl.constexpr, BLOCK_M: tl.constexpr, RUN_N: tl.constexpr,
     PARTS: tl.constexpr, GATE_UPS: tl.constexpr, HIDDENS: tl.constexpr, D_XS: tl.constexpr, D_WEIGHTS: tl.constexpr,
     SHARED_HIDDENS: tl.constexpr, SHARED_D_XS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -215,7 +215,7 @@ def list_kernel(
         part = tl.where(kind == GATE_UP, part_a, tl.where(kind == HIDDEN, part_h, part_x))
         expert = tl.where(kind == GATE_UP, expert_a, tl.where(kind == HIDDEN, expert_h, expert_x))
         is_weight = routed & (kind == D_WEIGHT)
-        which, at = tiles_of_weights((q - d_x) % PER_EXPERT, I + q * 0, H, BLOCK_M, BLOCK_N)
+        which, at = tiles_of_weights((q - d_x) % PER_EXPERT, I + q * 0, H, BLOCK_M, RUN_N)
         expert = tl.where(is_weight, tl.load(row + EXPERT) + (q - d_x) // PER_EXPERT, expert)
         begin = tl.load(expert_tile_ptr + expert, mask=is_weight, other=0)
         finish = tl.load(expert_tile_ptr + expert + 1, mask=is_weight, other=0)
@@ -235,7 +235,7 @@ def list_kernel(
             some = tl.maximum(shared_tiles, 1)
             tile_h, part_h = swizzle(q, some, HS)
             tile_x, part_x = swizzle(q - hiddens, some, XS)
-            which, shared_at = tiles_of_weights(q - d_xs, S + q * 0, H, BLOCK_M, BLOCK_N)
+            which, shared_at = tiles_of_weights(q - d_xs, S + q * 0, H, BLOCK_M, RUN_N)
             kind = tl.where(shared, tl.where(q < hiddens, SHARED_HIDDEN, tl.where(q < d_xs, SHARED_D_X, SHARED_D_WEIGHT)), kind)
             tile = tl.where(shared, tl.where(q < hiddens, tile_h, tl.where(q < d_xs, tile_x, 0)), tile)
             part = tl.where(shared, tl.where(q < hiddens, part_h, tl.where(q < d_xs, part_x, which)), part)

@@ -31,6 +31,7 @@ class BackwardPlan:
     ring_tiles: tiles of 128 rows in the rings.
     group_tiles: a group of experts is closed when it has this many tiles; 0 means four waves of tiles per phase.
     parts: pull tasks per tile.
+    run, flat: tiles of a weight's gradient that one task makes in a row, in one loop where the copy engine can store them.
     block_n: columns of a tile: `slice`, two or four times as many; `slice` itself, the width of a part of d_w, is no knob.
     """
 
@@ -38,6 +39,8 @@ class BackwardPlan:
     ring_tiles: int = 256
     group_tiles: int = 0
     parts: int = 4
+    run: int = 4
+    flat: bool = True
     block_m: int = TILE_M
     block_n: int = 256
     block_k: int = 64
@@ -90,7 +93,8 @@ class Tasks:
 def count_tasks(plan: BackwardPlan, needs: Needs, hidden: int, width: int, shared_width: int, tokens: int) -> Tasks:
     m, n = plan.block_m, plan.block_n
     cdiv = triton.cdiv
-    of_weights = lambda width: 2 * cdiv(width, m) * cdiv(hidden, n) + cdiv(hidden, m) * cdiv(width, n)  # noqa: E731
+    wide = n * plan.run
+    of_weights = lambda width: 2 * cdiv(width, m) * cdiv(hidden, wide) + cdiv(hidden, m) * cdiv(width, wide)  # noqa: E731
     hiddens = cdiv(width, n) if needs.x or needs.weights or needs.experts else 0
     shared_hiddens = cdiv(shared_width, n) if shared_width and (needs.x or needs.shared) else 0
     shared_d_xs = cdiv(hidden, n) if shared_width and needs.x else 0
@@ -191,7 +195,7 @@ def prepare(
     b = lambda matrix: _rows(matrix, k, n)  # noqa: E731
     tile = lambda matrix: _rows(matrix, m, s)  # noqa: E731
     # A tile of a weight that sticks out of its expert must not reach the next one's.
-    by_copy_engine = not accumulate and all(size % m == 0 for size in (hidden, width, shared_width))
+    by_copy_engine = plan.flat and not accumulate and all(size % m == 0 for size in (hidden, width, shared_width))
     out = lambda matrix: _rows(matrix if by_copy_engine else d_y_ring, m, plan.store)  # noqa: E731
     saved_gate, saved_up = (saved.gate_CI, saved.up_CI) if saved_tiles else (d_gate_ring, d_up_ring)
     addresses, own = memory.addresses, memory.own
@@ -206,7 +210,7 @@ def prepare(
         list_ptr=tickets, table_ptr=table, tile_expert_ptr=rows.tile_expert, expert_tile_ptr=expert_tile,
         routes_per_expert_ptr=rows.routes_per_expert, saved_tiles=saved_tiles,
         shared_tiles=triton.cdiv(tokens, m) if shared else 0, tokens=tokens, H=hidden, I=width, S=shared_width, RING=ring,
-        BLOCK_M=m, BLOCK_N=n, SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs, BLOCK=BLOCK_TICKETS, **per,
+        BLOCK_M=m, RUN_N=n * plan.run, SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs, BLOCK=BLOCK_TICKETS, **per,
     )  # fmt: skip
     kernel: dict[str, object] = dict(
         d_y_ptr=d_y_TH, d_y_ptrs=addresses["d_y"], x_ptr=x_TH, x_ptrs=addresses["x"],
@@ -231,7 +235,7 @@ def prepare(
         H=hidden, I=width, S=shared_width, K=workspace.top_k, R=memory.size, CLAMP=clamp is not None or shared_clamp is not None,
         RECOMPUTE=recompute, CARRY=cut, ACCUMULATE=accumulate, BY_COPY_ENGINE=by_copy_engine,
         NEED_X=needs.x, NEED_WEIGHTS=needs.weights, NEED_EXPERTS=needs.experts, NEED_SHARED=needs.shared and bool(shared),
-        RING=ring, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, SLICE=s, BLOCK_H=min(plan.block_h, triton.next_power_of_2(hidden)),
+        RUN=plan.run, RING=ring, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, SLICE=s, BLOCK_H=min(plan.block_h, triton.next_power_of_2(hidden)),
         THREADS=32 * plan.num_warps, SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs, **per,
     )  # fmt: skip
     of_gate_and_up = dict.fromkeys(("ring_x_desc", "gate_desc", "up_desc"))
