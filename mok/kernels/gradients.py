@@ -218,25 +218,23 @@ def d_weight_run(
     One loop over all steps of all tiles: while a tile is stored, the next one's operands are on their way.
     """
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    k = 0
-    for _ in tl.range(0, tl.cdiv(depth, BLOCK_K) * tiles):
-        from_row = around(row + k, wrap)
+    steps = tl.maximum(tl.cdiv(depth, BLOCK_K), 1)
+    for i in tl.range(0, tl.cdiv(depth, BLOCK_K) * tiles):
+        step = i % steps  # from i alone: what the loads need must not wait for the branch below
+        column = b_column + i // steps * BLOCK_N
+        from_row = around(row + step * BLOCK_K, wrap)
         a = a_desc.load([from_row, a_column])
-        b = b_desc.load([from_row, b_column])
+        b = b_desc.load([from_row, column])
         if INTERPRETING:
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         total = tl.dot(a.T, b, total)
-        k += BLOCK_K
-        if k >= depth:
-            store_by_copy_engine(total, to_desc, to_row, b_column, BLOCK_M, BLOCK_N, SLICE)
-            total = fresh_zeros(k, BLOCK_M, BLOCK_N)
-            k = 0
-            b_column += BLOCK_N
+        if step == steps - 1:
+            store_by_copy_engine(total, to_desc, to_row, column, BLOCK_M, BLOCK_N, SLICE)
+            total = fresh_zeros(i, BLOCK_M, BLOCK_N)
     if depth == 0:  # an expert without rows
-        for _ in range(tiles):
-            store_by_copy_engine(total, to_desc, to_row, b_column, BLOCK_M, BLOCK_N, SLICE)
-            b_column += BLOCK_N
+        for i in range(tiles):
+            store_by_copy_engine(total, to_desc, to_row, b_column + i * BLOCK_N, BLOCK_M, BLOCK_N, SLICE)
 
 
 @triton.jit
