@@ -29,10 +29,11 @@ BF16 = {"d_y_ptr", "x_ptr", "d_x_ptr", "ring_d_y_ptr", "ring_x_ptr", "shared_d_x
 FP32 = {"weights_ptr", "d_weights_ptr", "ring_weights_ptr", "partial_ptr", "carry_ptr"}
 CASES = {  # hidden, width, shared width, ranks, then flags
     "plain": (7168, 2048, 0, 1, {}),
+    "runs": (7168, 2048, 0, 1, dict(RUN=4)),
     "everything": (4096, 1024, 1024, 4, dict(RECOMPUTE=True, CARRY=True, CLAMP=True)),
     "odd sizes added": (2880, 1408, 0, 2, dict(ACCUMULATE=True, CARRY=True, RECOMPUTE=True)),
 }
-JOBS = (("plain", 90), ("odd sizes added", 90), ("everything", 90), ("everything", 100), ("everything", 103))
+JOBS = (("plain", 90), ("runs", 90), ("odd sizes added", 90), ("everything", 90), ("everything", 100), ("everything", 103))
 
 
 def constants_of(hidden: int, width: int, shared: int, ranks: int, flags: dict[str, bool]) -> dict[str, object]:
@@ -40,7 +41,7 @@ def constants_of(hidden: int, width: int, shared: int, ranks: int, flags: dict[s
     constants: dict[str, object] = dict(
         H=hidden, I=width, S=shared, K=8, R=ranks, CLAMP=False, RECOMPUTE=False, CARRY=False, ACCUMULATE=False,
         BY_COPY_ENGINE=not any(size % 128 for size in (hidden, width, shared)) and "ACCUMULATE" not in flags,
-        NEED_X=True, NEED_WEIGHTS=True, NEED_EXPERTS=True, NEED_SHARED=shared > 0, RING=256, RUN=PLAN.run, PARTS=tasks.parts,
+        NEED_X=True, NEED_WEIGHTS=True, NEED_EXPERTS=True, NEED_SHARED=shared > 0, RUN=PLAN.run, PARTS=tasks.parts,
         BLOCK_M=PLAN.block_m, BLOCK_N=PLAN.block_n, BLOCK_K=PLAN.block_k, SLICE=PLAN.slice, BLOCK_H=PLAN.block_h,
         THREADS=32 * PLAN.num_warps,
         HIDDENS=tasks.hiddens, D_XS=tasks.d_xs, D_WEIGHTS=tasks.d_weights,
@@ -100,6 +101,7 @@ def facts_of(kernel, arch: int, constants: dict[str, object], num_warps: int, nu
         copy_engine=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
         unfinished=unfinished_stores(ptx), announced=len(re.findall(r"gpu\.release\.add|release\.gpu\.global\.add|acq_rel", ptx)),
         spills=len(spills), spills_between_products=sum(any(abs(s - p) < 12 for p in products) for s in spills),
+        serialized=len(re.findall(r"HGMMA[^\n]*gsb0 ;[^\n]*\n(?:[^\n]*\n){0,2}[^\n]*WARPGROUP\.DEPBAR\.LE gsb0, 0x0", sass)),
         exponentials=made.asm["ttgir"].count("math.exp"),
     )  # fmt: skip
 
@@ -108,8 +110,8 @@ def one(case: str, arch: int) -> tuple[str, list[dict[str, object]]]:
     constants = constants_of(*CASES[case])
     return f"{case} {arch}", [
         facts_of(backward_kernel, arch, constants, PLAN.num_warps, PLAN.num_stages, enable_fp_fusion=False),
-        facts_of(plan_kernel, arch, constants | dict(TARGET=64, MOST=128), 1, 3),
-        facts_of(list_kernel, arch, constants | dict(BLOCK=256, RUN_N=PLAN.run * PLAN.block_n), 4, 3),
+        facts_of(plan_kernel, arch, constants, 1, 3),
+        facts_of(list_kernel, arch, constants | dict(BLOCK=256, RUN_N=constants["RUN"] * PLAN.block_n), 4, 3),
     ]
 
 

@@ -190,12 +190,12 @@ def plan_of(
     tile_expert = torch.repeat_interleave(torch.arange(count), torch.tensor(tiles_L, dtype=torch.int64)).to(torch.int32)
     per = dict(PARTS=parts, GATE_UPS=gate_ups, HIDDENS=hiddens, D_XS=d_xs, D_WEIGHTS=of_weights(width))
     shared_tasks = shared_tiles * sum(shared_per_tile) + of_weights(shared_width)
-    groups.plan_kernel[(1,)](tokens, table, expert_tile, count, saved_tiles, shared_tasks, TARGET=target, MOST=most, BLOCK_M=2, **per)
+    groups.plan_kernel[(1,)](tokens, table, expert_tile, count, saved_tiles, shared_tasks, target=target, most=most, BLOCK_M=2, **per)
     rows = table[groups.HEADER.value :].view(-1, groups.ROW.value)[: int(table[0]) + 1].tolist()
     records = torch.zeros(max(rows[-1][0], 1), groups.RECORD.value, dtype=torch.int32)
     groups.list_kernel[(3,)](
         records, table, tile_expert if total else table, expert_tile, (tokens - 1).clamp(min=0), saved_tiles, shared_tiles,
-        2 * shared_tiles - 1, H=hidden, I=width, S=shared_width, RING=2 * most, BLOCK_M=2, RUN_N=4,
+        2 * shared_tiles - 1, H=hidden, I=width, S=shared_width, ring=2 * most, BLOCK_M=2, RUN_N=4,
         SHARED_HIDDENS=shared_per_tile[0], SHARED_D_XS=shared_per_tile[1], BLOCK=256, **per,
     )  # fmt: skip
     return rows, expert_tile.tolist(), records[: rows[-1][0]].tolist(), (of_weights(width), of_weights(shared_width))
@@ -347,7 +347,7 @@ def case_knobs():
     for kept in (10 * BLOCK, 3 * BLOCK + 5):
         some = replace(saved[0], gate_CI=saved[0].gate_CI[:kept].contiguous(), up_CI=saved[0].up_CI[:kept].contiguous())
         assert_equal(run(problem, d_y, saved=[some]), first, kept)
-    one, two = dict(ring_tiles=7, group_tiles=2, parts=1), dict(parts=4, num_sms=3, flat=False)
+    one, two = dict(ring_tiles=7, group_tiles=2, parts=1), dict(parts=4, num_sms=3, run=1)
     for changes in (dict(ring_tiles=2), one, two, dict(block_n=BLOCK, run=3)):
         got = run(problem, d_y, plan=replace(PLAN, **changes))
         assert_equal(got, first, changes)

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 HERE = Path(__file__).parent
 CASES = re.findall(r"^def case_(\w+)\(", (HERE / "interpreted_backward.py").read_text(), re.MULTILINE)
-JOBS = ("plain 90", "odd sizes added 90", "everything 90", "everything 100", "everything 103")
+JOBS = ("plain 90", "runs 90", "odd sizes added 90", "everything 90", "everything 100", "everything 103")
 
 
 def run_script(name: str, *arguments: str, interpret: bool) -> dict:
@@ -49,8 +49,10 @@ def test_compiles_for_the_chip(compiled, job):
     # Only the two halves of a weight's gradient, which nobody reads in this kernel, may still be under way when a task ends.
     assert backward["unfinished"] <= 2, "a store of the copy engine is announced before it is in memory"
     assert backward["shared"] <= 232448, "more shared memory than the chip has"
+    assert backward["serialized"] == 0, "products wait for each other"
     assert backward["exponentials"] == 4, "the sigmoid of a slice is computed twice"
     assert backward["spills_between_products"] == 0, "the products' loops spill"
     assert all(kernel["stack"] == 0 for kernel in others)
-    # What is left are arguments and addresses that wait on the stack, and with a clamp some values of a slice.
-    assert backward["stack"] <= (128 if job == "plain 90" else 1024), backward
+    # What is left are arguments and addresses that wait on the stack; with a clamp some values of a slice, with cut experts the sum as it
+    # is loaded.
+    assert backward["stack"] <= {"plain 90": 128, "runs 90": 192}.get(job, 1152), backward

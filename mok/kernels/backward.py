@@ -3,7 +3,7 @@
 All work is one list of tasks in a fixed order (`mok.kernels.groups`), and every program takes the next ticket until none is left. A task
 waits only for tasks of earlier tickets, so the kernel ends however few programs are resident.
 
-Rows live in rings of RING tiles (dY, x, router weights, d_gate, d_up, w h, parts of d_w); tile t uses place t mod RING. Gate and up that
+Rows live in rings of `ring` tiles (dY, x, router weights, d_gate, d_up, w h, parts of d_w); tile t uses place t mod ring. Gate and up that
 were not saved are computed again into the places of d_gate and d_up. A ring that wraps holds two groups, so a tile gets the place of one at
 least two groups before, which is free when that group is done. Signals, one counter each:
     x_ready[tile]: parts pulled;  gate_ready[tile]: slices of gate and up there;  d_gate_ready[tile]: slices of d_gate, d_up, w h there;
@@ -90,14 +90,14 @@ def pull_weights(
 @triton.jit
 def pull_task(
     tile, part, saved_tiles, d_y_ptr, d_y_ptrs, x_ptr, x_ptrs, weights_ptr, weights_ptrs, peer_rank_ptr, peer_token_idx_ptr,
-    ring_d_y_ptr, ring_x_ptr, ring_weights_ptr, x_ready_ptr,
-    H: tl.constexpr, K: tl.constexpr, R: tl.constexpr, RING: tl.constexpr, NEED_EXPERTS: tl.constexpr,
+    ring_d_y_ptr, ring_x_ptr, ring_weights_ptr, x_ready_ptr, ring,
+    H: tl.constexpr, K: tl.constexpr, R: tl.constexpr, NEED_EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, PARTS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Pull one part of a tile's rows into the rings; x only where something reads it."""
     ROWS: tl.constexpr = BLOCK_M // PARTS
     row = tile * BLOCK_M + part * ROWS
-    ring_row = (tile % RING) * BLOCK_M + part * ROWS
+    ring_row = (tile % ring) * BLOCK_M + part * ROWS
     pull_rows(d_y_ptr, d_y_ptrs, ring_d_y_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row, H, K, R, ROWS, BLOCK_H)
     if NEED_EXPERTS:
         pull_rows(x_ptr, x_ptrs, ring_x_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row, H, K, R, ROWS, BLOCK_H)
@@ -157,7 +157,7 @@ def wait_for_inputs(
     return ok
 
 
-@triton.jit(do_not_specialize=["rank", "max_tiles", "num_local", "tokens", "saved_tiles", "wait_limit"])
+@triton.jit(do_not_specialize=["rank", "ring", "max_tiles", "num_local", "tokens", "saved_tiles", "wait_limit"])
 def backward_kernel(
     d_y_ptr, d_y_ptrs, x_ptr, x_ptrs, weights_ptr, weights_ptrs, d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, control_ptrs,
     peer_rank_ptr, peer_token_idx_ptr, expert_tile_ptr, table_ptr, list_ptr,
@@ -171,11 +171,11 @@ def backward_kernel(
     saved_shared_gate_desc, saved_shared_up_desc, tile_shared_d_gate_desc, tile_shared_d_up_desc, tile_shared_h_desc,
     d_gate_weight_desc, d_up_weight_desc, d_down_weight_desc, shared_d_gate_weight_desc, shared_d_up_weight_desc, shared_d_down_weight_desc,
     d_gate_weight_ptr, d_up_weight_ptr, d_down_weight_ptr, shared_d_gate_weight_ptr, shared_d_up_weight_ptr, shared_d_down_weight_ptr,
-    shared_d_x_ptr, signals_ptr, rank, max_tiles, num_local, tokens, saved_tiles, limit, shared_limit, wait_limit,
+    shared_d_x_ptr, signals_ptr, rank, ring, max_tiles, num_local, tokens, saved_tiles, limit, shared_limit, wait_limit,
     H: tl.constexpr, I: tl.constexpr, S: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     CLAMP: tl.constexpr, RECOMPUTE: tl.constexpr, CARRY: tl.constexpr, ACCUMULATE: tl.constexpr, BY_COPY_ENGINE: tl.constexpr,
     NEED_X: tl.constexpr, NEED_WEIGHTS: tl.constexpr, NEED_EXPERTS: tl.constexpr, NEED_SHARED: tl.constexpr,
-    RUN: tl.constexpr, RING: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    RUN: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, SLICE: tl.constexpr, BLOCK_H: tl.constexpr, THREADS: tl.constexpr,
     GATE_UPS: tl.constexpr, HIDDENS: tl.constexpr, D_XS: tl.constexpr, D_WEIGHTS: tl.constexpr,
     SHARED_HIDDENS: tl.constexpr, SHARED_D_XS: tl.constexpr,
@@ -211,7 +211,7 @@ def backward_kernel(
             if ok == 1:
                 pull_task(
                     tile, part, saved_tiles, d_y_ptr, d_y_ptrs, x_ptr, x_ptrs, weights_ptr, weights_ptrs, peer_rank_ptr, peer_token_idx_ptr,
-                    ring_d_y_ptr, ring_x_ptr, ring_weights_ptr, x_ready_ptr, H, K, R, RING, NEED_EXPERTS, BLOCK_M, PARTS, BLOCK_H,
+                    ring_d_y_ptr, ring_x_ptr, ring_weights_ptr, x_ready_ptr, ring, H, K, R, NEED_EXPERTS, BLOCK_M, PARTS, BLOCK_H,
                 )  # fmt: skip
             ticket, next_kind = take_ticket(taken, lanes, list_ptr, total)
         else:
@@ -232,8 +232,8 @@ def backward_kernel(
                         width = I if S == 0 else tl.where(kind == D_WEIGHT, I, S)
                         down = part == 2
                         up = part == 1
-                        from_row = (tile % RING) * BLOCK_M
-                        wrap = RING * BLOCK_M
+                        from_row = (tile % ring) * BLOCK_M
+                        wrap = ring * BLOCK_M
                         ready_group = group
                         if down:
                             a_desc = ring_d_y_t_desc
@@ -283,7 +283,7 @@ def backward_kernel(
                             if cut == 0:
                                 d_weight_run(
                                     a_desc, b_desc, out_desc, from_row, wrap, depth, m, n, tiles, expert * rows + m,
-                                    BLOCK_M, BLOCK_N, BLOCK_K, STORE,
+                                    RUN, BLOCK_M, BLOCK_N, BLOCK_K, STORE,
                                 )  # fmt: skip
                         if CARRY | (not BY_COPY_ENGINE):
                             if (cut == 1) | (not BY_COPY_ENGINE):
@@ -297,7 +297,7 @@ def backward_kernel(
                                     )  # fmt: skip
                 elif kind == GATE_UP:
                     if RECOMPUTE:
-                        to_row = (tile % RING) * BLOCK_M
+                        to_row = (tile % ring) * BLOCK_M
                         b_row = expert * I + part * STORE
                         gate, up_value = gate_and_up(ring_x_desc, gate_desc, up_desc, to_row, b_row, H, BLOCK_M, STORE, BLOCK_K)
                         ticket, next_kind = take_ticket(taken, lanes, list_ptr, total)
@@ -311,7 +311,7 @@ def backward_kernel(
                 else:
                     hidden = (kind == HIDDEN) | (kind == SHARED_HIDDEN)
                     routed_rows = (kind == HIDDEN) | (kind == D_X)
-                    place = tl.where(routed_rows, tile % RING, tile) * BLOCK_M
+                    place = tl.where(routed_rows, tile % ring, tile) * BLOCK_M
                     column = part * BLOCK_N
                     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
                     for half in range(tl.where(hidden, 1, 2)):
@@ -375,7 +375,7 @@ def backward_kernel(
                                 CLAMP,
                             )  # fmt: skip
                             if NEED_WEIGHTS:
-                                tl.store(parts_here + (PARTS_OF_D_W * part + i) * (RING * BLOCK_M), d_w, mask=routed_rows)
+                                tl.store(parts_here + (PARTS_OF_D_W * part + i) * (ring * BLOCK_M), d_w, mask=routed_rows)
                         finish_copy_engine_stores(tile)
                         if kind == HIDDEN:
                             tl.debug_barrier()
@@ -384,7 +384,7 @@ def backward_kernel(
                             if NEED_WEIGHTS:
                                 if done == HIDDENS - 1:
                                     push_d_weights(
-                                        partial_ptr, RING * BLOCK_M, HIDDENS * PARTS_OF_D_W, place, d_weights_ptr, d_weights_ptrs,
+                                        partial_ptr, ring * BLOCK_M, HIDDENS * PARTS_OF_D_W, place, d_weights_ptr, d_weights_ptrs,
                                         peer_rank_ptr, peer_token_idx_ptr, tile * BLOCK_M, R, BLOCK_M,
                                     )  # fmt: skip
                         elif S > 0:

@@ -160,11 +160,14 @@ def push_d_x(
 
 
 @triton.jit
-def load_sum(carry_ptr, offset, row, column, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The sum so far of a tile of a weight's gradient."""
+def load_sum(carry_ptr, offset, row, column, rows, columns, carried, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The sum so far of a tile of a weight's gradient; zeros where there is none.
+
+    A mask and no branch: where a sum begins as one of two values, ptxas lets no product of the whole kernel run ahead.
+    """
     r = row + tl.arange(0, BLOCK_M)
     c = column + tl.arange(0, BLOCK_N)
-    inside = (r < rows)[:, None] & (c < columns)[None, :]
+    inside = (r < tl.where(carried, rows, 0))[:, None] & (c < columns)[None, :]
     return tl.load(carry_ptr + offset + r.to(tl.int64)[:, None] * columns + c[None, :], mask=inside, other=0.0)
 
 
@@ -211,13 +214,17 @@ def store_by_copy_engine(total, to_desc, row, column, BLOCK_M: tl.constexpr, BLO
 @triton.jit
 def d_weight_run(
     a_desc, b_desc, to_desc, row, wrap, depth, a_column, b_column, tiles, to_row,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICE: tl.constexpr,
+    RUN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """`tiles` neighbouring tiles of a^T b, each over `depth` rows from `row` on, stored at row to_row and column b_column of a gradient.
 
-    One loop over all steps of all tiles: while a tile is stored, the next one's operands are on their way.
+    A run of more than one is one loop over all steps of all tiles: while a tile is stored, the next one's operands are on their way.
     """
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if RUN == 1:
+        total = multiply_columns(a_desc, b_desc, total, row, wrap, depth, a_column, b_column, BLOCK_K)
+        store_by_copy_engine(total, to_desc, to_row, b_column, BLOCK_M, BLOCK_N, SLICE)
+        return
     steps = tl.maximum(tl.cdiv(depth, BLOCK_K), 1)
     for i in tl.range(0, tl.cdiv(depth, BLOCK_K) * tiles):
         step = i % steps  # from i alone: what the loads need must not wait for the branch below
@@ -257,10 +264,10 @@ def d_weight_tile(
     ADD: tl.constexpr, CARRY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """A tile of a^T b where the sum begins with what is carried, ends unfinished, is added to an fp32 gradient, or sticks out."""
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if CARRY:
-        if carried:
-            total = load_sum(carry_ptr, carry_offset, a_column, b_column, rows, columns, BLOCK_M, BLOCK_N)
+        total = load_sum(carry_ptr, carry_offset, a_column, b_column, rows, columns, carried, BLOCK_M, BLOCK_N)
+    else:
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     total = multiply_columns(a_desc, b_desc, total, row, wrap, depth, a_column, b_column, BLOCK_K)
     parts = slices(total, BLOCK_M, BLOCK_N, SLICE)
     if CARRY:

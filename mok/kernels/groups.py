@@ -1,14 +1,14 @@
 """The order of the backward's work: experts in groups, phase by phase within a group, as one list of tickets.
 
-A group is a run of tiles, whole experts where they fit: it is closed when it has TARGET tiles, and never has more than MOST. An expert that
-does not fit is cut; the sum that is cut lives on in memory, of which there is one copy, so a group that begins with the rest of a cut
+A group is a run of tiles, whole experts where they fit: it is closed when it has `target` tiles, and never has more than `most`. An expert
+that does not fit is cut; the sum that is cut lives on in memory, of which there is one copy, so a group that begins with the rest of a cut
 expert does not end within another one. `plan_kernel` writes the groups into a table, `list_kernel` every task's record.
 
     pulls of group 0 | shared experts: hidden, d_x, weight gradients | group 0 | group 1 | ...
     group g: gate and up again (tiles that saved none), hidden, d_x, weight gradients; the pulls of group g + 1 are spread over the first
              three quarters of it.
 
-Example, TARGET 2, MOST 3, tiles per expert [1, 2, 0, 5]: groups of tiles 0-2 (experts 0, 1), 3-5 (expert 2, which is empty, and the first
+Example, target 2, most 3, tiles per expert [1, 2, 0, 5]: groups of tiles 0-2 (experts 0, 1), 3-5 (expert 2, which is empty, and the first
 part of 3) and 6-7 (the rest of 3).
 
 Legend: L experts of this rank, H hidden, I intermediate.
@@ -76,11 +76,10 @@ def write_group(
     return ticket, tasks
 
 
-@triton.jit(do_not_specialize=["num_local", "saved_tiles", "shared_tasks"])
+@triton.jit(do_not_specialize=["num_local", "saved_tiles", "shared_tasks", "target", "most"])
 def plan_kernel(
-    tokens_per_expert_ptr, table_ptr, expert_tile_ptr, num_local, saved_tiles, shared_tasks,
-    TARGET: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr,
-    PARTS: tl.constexpr, GATE_UPS: tl.constexpr, HIDDENS: tl.constexpr, D_XS: tl.constexpr, D_WEIGHTS: tl.constexpr,
+    tokens_per_expert_ptr, table_ptr, expert_tile_ptr, num_local, saved_tiles, shared_tasks, target, most,
+    BLOCK_M: tl.constexpr, PARTS: tl.constexpr, GATE_UPS: tl.constexpr, HIDDENS: tl.constexpr, D_XS: tl.constexpr, D_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """Write the table of groups, and expert_tile[e], the first tile of expert e (expert_tile[L]: all tiles). One program, one warp."""
     zero = num_local * 0
@@ -90,16 +89,16 @@ def plan_kernel(
     for expert in range(num_local):
         tiles = tl.load(tokens_per_expert_ptr + expert) // BLOCK_M
         tl.store(expert_tile_ptr + expert, tile)
-        full = (tile > start) & (tile - start + tiles > MOST)
-        if full & ((tile - start >= TARGET) | (rest == 1)):
+        full = (tile > start) & (tile - start + tiles > most)
+        if full & ((tile - start >= target) | (rest == 1)):
             ticket, tasks = write_group(
                 table_ptr, group, ticket, tasks, start, tile, start_expert, expert + zero, carry_after, saved_tiles, shared_tasks,
                 PARTS, GATE_UPS, HIDDENS, D_XS, D_WEIGHTS,
             )  # fmt: skip
             cut_in = tl.where(rest == 1, group, cut_in)
             group, start, start_expert, rest, carry_after = group + 1, tile, expert + zero, zero, cut_in
-        while tile - start + tiles > MOST:
-            taken = MOST - (tile - start)
+        while tile - start + tiles > most:
+            taken = most - (tile - start)
             tile += taken
             tiles -= taken
             ticket, tasks = write_group(
@@ -109,7 +108,7 @@ def plan_kernel(
             carry_after = group
             group, start, start_expert, rest = group + 1, tile, expert + zero, zero + 1
         tile += tiles
-        if tile - start >= TARGET:
+        if tile - start >= target:
             ticket, tasks = write_group(
                 table_ptr, group, ticket, tasks, start, tile, start_expert, expert + 1 + zero, carry_after, saved_tiles, shared_tasks,
                 PARTS, GATE_UPS, HIDDENS, D_XS, D_WEIGHTS,
@@ -161,10 +160,10 @@ def tiles_of_weights(q, width, H: tl.constexpr, BLOCK_M: tl.constexpr, RUN_N: tl
     return which, row * 65536 + column
 
 
-@triton.jit(do_not_specialize=["saved_tiles", "shared_tiles", "tokens"])
+@triton.jit(do_not_specialize=["saved_tiles", "shared_tiles", "tokens", "ring"])
 def list_kernel(
-    list_ptr, table_ptr, tile_expert_ptr, expert_tile_ptr, routes_per_expert_ptr, saved_tiles, shared_tiles, tokens,
-    H: tl.constexpr, I: tl.constexpr, S: tl.constexpr, RING: tl.constexpr, BLOCK_M: tl.constexpr, RUN_N: tl.constexpr,
+    list_ptr, table_ptr, tile_expert_ptr, expert_tile_ptr, routes_per_expert_ptr, saved_tiles, shared_tiles, tokens, ring,
+    H: tl.constexpr, I: tl.constexpr, S: tl.constexpr, BLOCK_M: tl.constexpr, RUN_N: tl.constexpr,
     PARTS: tl.constexpr, GATE_UPS: tl.constexpr, HIDDENS: tl.constexpr, D_XS: tl.constexpr, D_WEIGHTS: tl.constexpr,
     SHARED_HIDDENS: tl.constexpr, SHARED_D_XS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -198,7 +197,7 @@ def list_kernel(
         pulled = tl.where(ahead, 0, end) + pull // PER_TILE
         owner = tl.zeros((BLOCK,), tl.int32) - 1  # the group of the tile that had the place before
         for g in range(groups):
-            owner += (tl.load(table_ptr + HEADER + g * ROW + TILE) <= pulled - RING).to(tl.int32)
+            owner += (tl.load(table_ptr + HEADER + g * ROW + TILE) <= pulled - ring).to(tl.int32)
 
         unsaved = tl.maximum(first, saved_tiles)
         again = tl.maximum(end - unsaved, 0) * GATE_UPS

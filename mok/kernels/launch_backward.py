@@ -31,7 +31,7 @@ class BackwardPlan:
     ring_tiles: tiles of 128 rows in the rings.
     group_tiles: a group of experts is closed when it has this many tiles; 0 means four waves of tiles per phase.
     parts: pull tasks per tile.
-    run, flat: tiles of a weight's gradient that one task makes in a row, in one loop where the copy engine can store them.
+    run: tiles of a weight's gradient that one task makes in a row.
     block_n: columns of a tile: `slice`, two or four times as many; `slice` itself, the width of a part of d_w, is no knob.
     """
 
@@ -39,8 +39,7 @@ class BackwardPlan:
     ring_tiles: int = 256
     group_tiles: int = 0
     parts: int = 4
-    run: int = 4
-    flat: bool = True
+    run: int = 1
     block_m: int = TILE_M
     block_n: int = 256
     block_k: int = 64
@@ -195,7 +194,7 @@ def prepare(
     b = lambda matrix: _rows(matrix, k, n)  # noqa: E731
     tile = lambda matrix: _rows(matrix, m, s)  # noqa: E731
     # A tile of a weight that sticks out of its expert must not reach the next one's.
-    by_copy_engine = plan.flat and not accumulate and all(size % m == 0 for size in (hidden, width, shared_width))
+    by_copy_engine = not accumulate and all(size % m == 0 for size in (hidden, width, shared_width))
     out = lambda matrix: _rows(matrix if by_copy_engine else d_y_ring, m, plan.store)  # noqa: E731
     saved_gate, saved_up = (saved.gate_CI, saved.up_CI) if saved_tiles else (d_gate_ring, d_up_ring)
     addresses, own = memory.addresses, memory.own
@@ -204,12 +203,12 @@ def prepare(
     )  # fmt: skip
     groups = dict(
         tokens_per_expert_ptr=rows.tokens_per_expert, table_ptr=table, expert_tile_ptr=expert_tile, num_local=num_local,
-        saved_tiles=saved_tiles, shared_tasks=tasks.shared, TARGET=target, MOST=most, BLOCK_M=m, **per,
+        saved_tiles=saved_tiles, shared_tasks=tasks.shared, target=target, most=most, BLOCK_M=m, **per,
     )  # fmt: skip
     listing = dict(
         list_ptr=tickets, table_ptr=table, tile_expert_ptr=rows.tile_expert, expert_tile_ptr=expert_tile,
         routes_per_expert_ptr=rows.routes_per_expert, saved_tiles=saved_tiles,
-        shared_tiles=triton.cdiv(tokens, m) if shared else 0, tokens=tokens, H=hidden, I=width, S=shared_width, RING=ring,
+        shared_tiles=triton.cdiv(tokens, m) if shared else 0, tokens=tokens, H=hidden, I=width, S=shared_width, ring=ring,
         BLOCK_M=m, RUN_N=n * plan.run, SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs, BLOCK=BLOCK_TICKETS, **per,
     )  # fmt: skip
     kernel: dict[str, object] = dict(
@@ -235,7 +234,7 @@ def prepare(
         H=hidden, I=width, S=shared_width, K=workspace.top_k, R=memory.size, CLAMP=clamp is not None or shared_clamp is not None,
         RECOMPUTE=recompute, CARRY=cut, ACCUMULATE=accumulate, BY_COPY_ENGINE=by_copy_engine,
         NEED_X=needs.x, NEED_WEIGHTS=needs.weights, NEED_EXPERTS=needs.experts, NEED_SHARED=needs.shared and bool(shared),
-        RUN=plan.run, RING=ring, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, SLICE=s, BLOCK_H=min(plan.block_h, triton.next_power_of_2(hidden)),
+        RUN=plan.run, ring=ring, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, SLICE=s, BLOCK_H=min(plan.block_h, triton.next_power_of_2(hidden)),
         THREADS=32 * plan.num_warps, SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs, **per,
     )  # fmt: skip
     of_gate_and_up = dict.fromkeys(("ring_x_desc", "gate_desc", "up_desc"))

@@ -83,7 +83,7 @@ def test_bits_do_not_depend_on_time(ranks):
 
 KNOBS = [
     dict(ring_tiles=2), dict(ring_tiles=12, group_tiles=3, parts=1), dict(parts=8, num_sms=1), dict(num_sms=7, ring_tiles=16),
-    dict(num_stages=3, block_h=512, run=1), dict(run=3), dict(flat=False), dict(block_n=128, num_stages=3),
+    dict(num_stages=3, block_h=512, run=4), dict(run=3), dict(block_n=128, num_stages=3),
     dict(block_n=128, num_warps=4, num_stages=3, programs_per_sm=2),
 ]  # fmt: skip
 
