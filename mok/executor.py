@@ -304,7 +304,7 @@ class Ring:
     """M rows of a destination: row r lives in slot r mod M. Dispatch runs ahead until it is full; a done minibatch frees its slots."""
 
     def __init__(self, rows: int, tuning: Tuning, widths: dict[str, int], dtypes: dict[str, torch.dtype]) -> None:
-        self.size = min(tuning.macrobatch, -(-rows // tuning.minibatch) * tuning.minibatch)
+        self.size = min(tuning.macrobatch, rows)  # without a second round nothing needs to be a multiple of the minibatch
         self.buffers = {name: torch.empty(self.size, width, dtype=dtypes[name]) for name, width in widths.items()}
 
     def slots(self, name: str, rows: slice) -> Tensor:

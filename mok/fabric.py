@@ -150,9 +150,10 @@ class HostFabric(Fabric):
         self._words[self.rank][word] = value
 
     def _write_note(self, slot: int, note: dict[str, Any]) -> None:
-        data = json.dumps(note).encode()
+        data = json.dumps(note, default=str).encode()
         if len(data) + 8 > _NOTE_BYTES:
-            data = json.dumps({"error": ["RuntimeError", "a message too long to pass on"]}).encode()
+            short = {"operation": note["operation"], "request": {}, "arena": None, "message": "too long to pass on", "ranks": [self.rank]}
+            data = json.dumps({**short, "error": ["RuntimeError", "a message too long to pass on"]}).encode()
         start = _WORDS * 8 + slot * _NOTE_BYTES
         self._controls[self.rank][start : start + 8 + len(data)] = len(data).to_bytes(8, "little") + data
 
@@ -450,6 +451,8 @@ class ProcessFabric(HostFabric):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        if self.rank < 0:
+            raise ValueError(f"group={group!r}: this process is not one of its ranks")
         control = _SharedFile(_CONTROL_BYTES)
         self._own_files = [control]
         mine = (socket.gethostname(), _boot_id(), os.getpid(), control.path)

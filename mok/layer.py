@@ -10,7 +10,9 @@ Legend: T tokens of a rank, H hidden, I intermediate, E experts in all, K choice
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,10 +25,10 @@ from mok.config import MoEConfig, Tuning
 from mok.executor import row_linear, row_swiglu, wide_dtype
 from mok.fabric import HostFabric, host_fabric
 from mok.ops import Inputs, MainGrads, Problem
-from mok.router import Router, balance_loss, row_sigmoid, scale_rows
+from mok.router import Router, Routing, balance_loss, row_sigmoid, scale_rows
 from mok.schedule import local_experts
 
-Group = dist.ProcessGroup | HostFabric | None
+Group = dist.ProcessGroup | DeviceMesh | HostFabric | None
 
 
 class _RoutedExperts(torch.autograd.Function):
@@ -37,7 +39,7 @@ class _RoutedExperts(torch.autograd.Function):
         inputs = Inputs(x, ids, weights, gate, up, down)
         out, gate_CI, up_CI, counts_RE = ops.run_forward(call, problem, inputs, shared, save=ctx.needs_input_grad[0])
         ctx.save_for_backward(x, ids, weights, gate, up, down, gate_CI, up_CI)
-        ctx.rest = (problem, main_grads, None if shared is None else shared.dtype)
+        ctx.rest = (problem, main_grads, None if shared is None else shared.dtype, call.number)
         counts_E = counts_RE.sum(0)
         ctx.mark_non_differentiable(counts_E)
         return out, counts_E
@@ -46,10 +48,10 @@ class _RoutedExperts(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_out, _):  # type: ignore[no-untyped-def]
         *inputs, gate_CI, up_CI = ctx.saved_tensors
-        problem, main_grads, shared_dtype = ctx.rest
+        problem, main_grads, shared_dtype, number = ctx.rest
         _, need_x, _, need_weights, *need_experts, need_shared = ctx.needs_input_grad[:8]
         asked = (need_x, need_weights, any(need_experts))
-        d_x, d_weights, d_experts = ops.run_backward(problem, Inputs(*inputs), gate_CI, up_CI, d_out, asked, main_grads)
+        d_x, d_weights, d_experts = ops.run_backward(problem, Inputs(*inputs), gate_CI, up_CI, d_out, asked, main_grads, of=number)
         d_experts = [d if need else None for d, need in zip(d_experts, need_experts, strict=True)]
         d_shared = d_out.to(shared_dtype) if need_shared else None
         return None, d_x if need_x else None, None, d_weights if need_weights else None, *d_experts, d_shared, None, None, None
@@ -64,7 +66,8 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
-    return tuple(t.to(torch.get_autocast_dtype(device)) for t in tensors)
+    narrow = (torch.float32, torch.bfloat16, torch.float16)  # as torch does: fp64 stays
+    return tuple(t.to(torch.get_autocast_dtype(device)) if t.dtype in narrow else t for t in tensors)
 
 
 def _main_grad(parameter: Tensor) -> Tensor | None:
@@ -74,19 +77,39 @@ def _main_grad(parameter: Tensor) -> Tensor | None:
 
 @dataclass(frozen=True)
 class _Group:
-    """The ranks of a layer: a torch.distributed group, a virtual rank, or this rank alone."""
+    """The ranks of a layer: a torch.distributed group, with its mesh if it was given as one, a virtual rank, or this rank alone."""
 
-    given: Group
+    given: dist.ProcessGroup | HostFabric | None
     rank: int
     size: int
+    mesh: DeviceMesh | None = None
 
     @staticmethod
     def of(group: Group) -> _Group:
         if isinstance(group, HostFabric):
             return _Group(group, group.rank, group.size)
-        if group is None or dist.get_world_size(group) == 1:
+        if group is None:
             return _Group(None, 0, 1)
-        return _Group(group, dist.get_rank(group), dist.get_world_size(group))
+        mesh = group if isinstance(group, DeviceMesh) else None
+        if mesh is not None and mesh.ndim != 1:
+            raise ValueError(f"group={group!r}: a mesh must have one dimension, mesh['ep'] for instance")
+        ranks = mesh.get_group() if mesh is not None else group
+        if not isinstance(ranks, dist.ProcessGroup):
+            raise TypeError(f"group={group!r}: must be a torch.distributed group, a mesh of one dimension, a virtual rank, or None")
+        if dist.get_rank(ranks) < 0:
+            raise ValueError(f"group={group!r}: this process is not one of its ranks")
+        if dist.get_world_size(ranks) == 1:
+            return _Group(None, 0, 1, mesh)
+        return _Group(ranks, dist.get_rank(ranks), dist.get_world_size(ranks), mesh)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Group:
+        return self  # a copy of a layer has the same ranks
+
+    def refuse(self, error: Exception, tuning: Tuning) -> NoReturn:
+        """Raise the error on every rank (on the CPU, and outside torch.compile; else on this one)."""
+        if not torch.compiler.is_compiling():
+            self.fabric.begin("forward", {}, lambda request: [], error=error, timeout_s=tuning.timeout_s)
+        raise error
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -109,7 +132,7 @@ def _routed_cpu(
         if any(main is not None for main in main_grads):
             raise ValueError("main_grad: cannot be accumulated into under torch.compile on the CPU; leave the attribute away")
         name = "" if group.process_group is None else group.process_group.group_name
-        settings = (name, num_experts, clamp, tuning.minibatch, tuning.macrobatch, tuning.timeout_s)
+        settings = (name, num_experts, clamp, tuning.minibatch, tuning.macrobatch, tuning.timeout_s, torch.is_grad_enabled())
         return ops.cpu_forward(x, inputs.ids, weights, inputs.gate, inputs.up, inputs.down, shared, *settings)
     problem = Problem(group.fabric, tuning, num_experts, clamp)
     asked = (x.requires_grad, weights.requires_grad, any(w.requires_grad for w in (inputs.gate, inputs.up, inputs.down)))
@@ -197,15 +220,23 @@ def moe(
             each rank checks shapes for itself, and an id out of range is reported by a later call, as nothing waits for the device.
         FabricError: a rank of the group did not come, died, or was too slow (`Tuning.timeout_s`); it says which.
     """
-    ranks = _Group.of(group)
-    if num_experts is None:
-        if ranks.size > 1:
-            raise ValueError("num_experts=None: must be given when the group has more than one rank")
-        num_experts = gate_EIH.shape[0]
-    inputs, main_grads = _inputs(_flat(x), _flat(ids), _flat(weights), gate_EIH, up_EIH, down_EHI)
+    ranks, tuning = _Group.of(group), Tuning() if tuning is None else tuning
+    try:
+        leading = x.shape[:-1]
+        for name, other in (("ids", ids), ("weights", weights), ("shared", shared)):
+            if other is not None and other.shape[:-1] != leading:
+                raise ValueError(f"{name} has shape {tuple(other.shape)}: must be that of x, {tuple(x.shape)}, but for the last dimension")
+        if num_experts is None:
+            if ranks.size > 1:
+                raise ValueError("num_experts=None: must be given when the group has more than one rank")
+            num_experts = gate_EIH.shape[0]
+        num_experts, clamp = int(num_experts), None if clamp is None else float(clamp)
+        inputs, main_grads = _inputs(_flat(x), _flat(ids), _flat(weights), gate_EIH, up_EIH, down_EHI)
+        flat_shared = None if shared is None else _flat(shared)
+    except Exception as error:
+        ranks.refuse(error, tuning)
     run = _routed_gpu if x.is_cuda else _routed_cpu
-    flat_shared = None if shared is None else _flat(shared)
-    out, _ = run(inputs, flat_shared, main_grads, num_experts, clamp, ranks, Tuning() if tuning is None else tuning)
+    out, _ = run(inputs, flat_shared, main_grads, num_experts, clamp, ranks, tuning)
     return out.view(x.shape)
 
 
@@ -219,8 +250,25 @@ def _inputs(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, d
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """[..., W] as [N, W]; a tensor with fewer than two dimensions is left for the checks to refuse."""
-    return tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 2 else tensor
+    """[..., W] as [N, W]."""
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+
+
+class _FanOut(torch.autograd.Function):
+    """x for several users; their gradients are added in order, wide, and rounded once. Autograd would round every partial sum."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, users: int):  # type: ignore[no-untyped-def]
+        ctx.dtype = x.dtype
+        return tuple(x.view_as(x) for _ in range(users))
+
+    @staticmethod
+    def backward(ctx, *d_xs: Tensor):  # type: ignore[no-untyped-def]
+        wide = wide_dtype(ctx.dtype)
+        total = d_xs[0].to(wide)
+        for d_x in d_xs[1:]:
+            total = total + d_x.to(wide)
+        return total.to(ctx.dtype), None
 
 
 class SharedExperts(nn.Module):
@@ -265,7 +313,8 @@ class MoE(nn.Module):
 
     Attributes:
         tokens_per_expert: int64 [E], how many routes each expert got from the whole group in the last training forward.
-        balance_loss: the sequence-wise balance loss of the last training forward times its weight (to be added to the loss), or None.
+        balance_loss: the sequence-wise balance loss of the last training forward times its weight, to be added to the loss; None where it
+            is off or the forward ran without gradients, as under reentrant checkpointing (return it from the checkpointed function there).
     """
 
     tokens_per_expert: Tensor
@@ -280,6 +329,10 @@ class MoE(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(config, MoEConfig):
+            raise TypeError(f"config={config!r}: must be a MoEConfig, from MoEConfig.preset(name) for instance")
+        if tuning is not None and not isinstance(tuning, Tuning):
+            raise TypeError(f"tuning={tuning!r}: must be a Tuning")
         self.config = config
         self.tuning = Tuning() if tuning is None else tuning
         self.group = _Group.of(group)
@@ -287,8 +340,9 @@ class MoE(nn.Module):
         if kind == "cpu":
             _ = self.fabric  # made here, where all ranks are sure to come
         experts = local_experts(config.num_experts, self.group.size, self.group.rank)
-        sharded = isinstance(group, dist.ProcessGroup) and self.group.size > 1
-        mesh = DeviceMesh.from_group(group, kind) if isinstance(group, dist.ProcessGroup) and sharded else None
+        mesh = self.group.mesh
+        if mesh is None and isinstance(self.group.given, dist.ProcessGroup):
+            mesh = DeviceMesh.from_group(self.group.given, kind)
 
         def shard(rows: int, columns: int) -> nn.Parameter:
             local = torch.empty(len(experts), rows, columns, dtype=dtype, device=device)
@@ -297,7 +351,8 @@ class MoE(nn.Module):
             shape, stride = (config.num_experts, rows, columns), (rows * columns, columns, 1)
             return nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], shape=torch.Size(shape), stride=stride))
 
-        self.router = Router(config, dtype=dtype, device=device)
+        with torch.random.fork_rng(devices=[]):  # its first weights come from reset_parameters, as all others
+            self.router = Router(config, dtype=dtype, device=device)
         self.gate_EIH = shard(config.intermediate_size, config.hidden_size)
         self.up_EIH = shard(config.intermediate_size, config.hidden_size)
         self.down_EHI = shard(config.hidden_size, config.intermediate_size)
@@ -309,17 +364,29 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The router's own start; normal weights of deviation 1 / sqrt(fan-in) for all experts, from torch's default generator."""
+        """The router's own start; normal weights of deviation 1 / sqrt(fan-in) for all experts, from torch's default generator.
+
+        Call it before the layer is wrapped, by `fully_shard` for instance.
+        """
         self.router.reset_parameters()
-        seed = int(torch.randint(2**40, ()))
+        self.tokens_per_expert.zero_()
+        seed = int(torch.randint(2**40, (), device="cpu"))
         experts = local_experts(self.config.num_experts, self.group.size, self.group.rank)
+
+        def draw(shape: torch.Size, seed: int) -> Tensor:
+            generator = torch.Generator("cpu").manual_seed(seed)
+            return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * shape[-1] ** -0.5
+
         for parameter in (self.gate_EIH, self.up_EIH, self.down_EHI):
             seed += self.config.num_experts
-            for local, e in enumerate(experts):
-                weight = _local(parameter)[local]
-                weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed + e)) * weight.shape[1] ** -0.5)
+            local = _local(parameter)
+            if local.shape[0] != len(experts):
+                raise RuntimeError(f"reset_parameters: {local.shape[0]} of {len(experts)} local experts are left; call it before sharding")
+            for index, e in enumerate(experts):
+                local[index].copy_(draw(local[index].shape, seed + e))
         for parameter in self.shared.parameters() if self.shared is not None else ():
-            parameter.copy_(torch.randn(parameter.shape) * parameter.shape[-1] ** -0.5)
+            seed += self.config.num_experts
+            parameter.copy_(draw(parameter.shape, seed))
 
     @property
     def fabric(self) -> HostFabric:
@@ -331,22 +398,41 @@ class MoE(nn.Module):
 
         Where the balance loss is on, the last dimension but one counts the tokens of a sequence. Raises as `moe`.
         """
-        if x.dim() == 0 or x.shape[-1] != self.config.hidden_size:
-            self._refuse(ValueError(f"x has shape {tuple(x.shape)}: must be [..., H] with H=hidden_size={self.config.hidden_size}"))
-        if x.dtype != self.router.weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            self._refuse(TypeError(f"x has dtype {x.dtype}: must be that of the parameters, {self.router.weight.dtype}, outside autocast"))
-        flat = x.reshape(-1, x.shape[-1])
-        routing = self.router(flat)
-        if x.is_cuda:
-            out = self._run(flat, routing.ids_TK, routing.weights_TK, None, self.shared)
+        if torch.compiler.is_compiling() or self.router.weight.is_cuda:
+            routed_x, routing, shared = self._prepare(x)
         else:
-            shared = self.shared(flat) if self.shared is not None else None
-            out = self.routed(flat, routing.ids_TK, routing.weights_TK, shared)
+            try:
+                routed_x, routing, shared = self._prepare(x)
+            except Exception as error:  # whatever it is, the other ranks must hear of it
+                self.group.refuse(error, self.tuning)
+        shared_experts = self.shared if x.is_cuda else None  # there they are computed inside the kernel
+        out = self._run(routed_x, routing.ids_TK, routing.weights_TK, shared, shared_experts)
         if self.training and self.config.balance_loss_weight > 0:
-            tokens = x.shape[-2] if x.dim() > 1 else 1
-            loss = balance_loss(routing.scores_TE, routing.ids_TK, self.config, tokens)
-            self.balance_loss = self.config.balance_loss_weight * loss
+            self.balance_loss = None
+            if torch.is_grad_enabled():
+                tokens = x.shape[-2] if x.dim() > 1 else 1
+                loss = balance_loss(routing.scores_TE, routing.ids_TK, self.config, tokens)
+                self.balance_loss = self.config.balance_loss_weight * loss
         return out.view(x.shape)
+
+    def _prepare(self, x: Tensor) -> tuple[Tensor, Routing, Tensor | None]:
+        """What needs no other rank: x [T, H] for the routed experts, the routing, on the CPU the shared experts' output."""
+        self._check(x)
+        separate = self.shared is not None and not x.is_cuda
+        router_x, routed_x, *shared_x = _FanOut.apply(x.reshape(-1, x.shape[-1]), 3 if separate else 2)
+        shared = self.shared(*shared_x) if self.shared is not None and separate else None
+        return routed_x, self.router(router_x), shared
+
+    def _check(self, x: Tensor) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x={x!r}: must be a tensor")
+        weight = self.router.weight
+        if x.dim() == 0 or x.shape[-1] != self.config.hidden_size:
+            raise ValueError(f"x has shape {tuple(x.shape)}: must be [..., H] with H=hidden_size={self.config.hidden_size}")
+        if not x.dtype.is_floating_point or (x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type)):
+            raise TypeError(f"x has dtype {x.dtype}: must be that of the parameters, {weight.dtype}, outside autocast")
+        if x.device != weight.device:
+            raise ValueError(f"x is on {x.device}: must be on the device of the parameters, {weight.device}")
 
     def routed(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, shared: Tensor | None = None) -> Tensor:
         """Dispatch, experts and combine for given choices; see `moe`."""
@@ -387,11 +473,9 @@ class MoE(nn.Module):
         self._uncounted = False
         return counts
 
-    def _refuse(self, error: Exception) -> None:
-        """Raise the error, on the CPU on every rank of the group."""
-        if self.router.weight.is_cuda:
-            raise error
-        self.fabric.begin("forward", {}, lambda request: [], error=error, timeout_s=self.tuning.timeout_s)
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: without the balance loss, which belongs to a graph."""
+        return {**self.__dict__, "balance_loss": None}
 
     def extra_repr(self) -> str:
         c = self.config

@@ -121,8 +121,12 @@ def begin(
     *,
     shared: Tensor | None = None,
     main_grads: MainGrads = NO_MAIN_GRADS,
+    of: int | None = None,
+    grad_enabled: bool | None = None,
 ) -> Call:
-    """Check this rank's arguments and agree with all ranks on the call; asked: gradients of (x, weights, experts) wanted by this rank.
+    """Check this rank's arguments and agree with all ranks on the call.
+
+    asked: gradients of (x, weights, experts) wanted by this rank. of: the number of the forward call that a backward belongs to.
 
     Raises:
         ValueError, TypeError: the same on every rank, if any rank's arguments are bad or they disagree.
@@ -144,15 +148,16 @@ def begin(
             "num_experts": problem.num_experts,
             "dtype": str(inputs.x.dtype).removeprefix("torch."),
             "clamp": problem.clamp,
-            "grad_enabled": torch.is_grad_enabled(),
+            "grad_enabled": torch.is_grad_enabled() if grad_enabled is None else grad_enabled,
             "asked": [bool(a) for a in asked],
+            "of": of,
         }
     return host_fabric(problem.fabric).begin(  # of this thread, where the group is a single rank
         operation,
         request,
         _forward_regions if operation == "forward" else _backward_regions,
         error=error,
-        same=("hidden", "intermediate", "top_k", "num_experts", "dtype", "clamp", "grad_enabled"),
+        same=("hidden", "intermediate", "top_k", "num_experts", "dtype", "clamp", "grad_enabled", "of"),
         timeout_s=problem.tuning.timeout_s,
     )
 
@@ -174,9 +179,10 @@ def run_backward(
     d_out: Tensor,
     asked: Sequence[bool],
     main_grads: MainGrads = NO_MAIN_GRADS,
+    of: int | None = None,
 ) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
     """d_x, d_weights and the three expert-weight gradients; None for what is not asked for or was added into main_grads."""
-    call = begin("backward", problem, inputs, asked)
+    call = begin("backward", problem, inputs, asked, of=of, grad_enabled=False)
     anyone = [any(request["asked"][i] for request in call.requests) for i in range(2)]
     with call, exact():
         return executor.backward(
@@ -210,17 +216,18 @@ def cpu_forward(
     minibatch: int,
     macrobatch: int,
     timeout_s: float,
+    grad_enabled: bool,
 ) -> tuple[Tensor, Tensor]:
     """out [T, H] and the counts int64 [E] of the group's routes; group_name "" is a group of one."""
     problem = _problem(group_name, num_experts, clamp, minibatch, macrobatch, timeout_s)
     inputs = Inputs(x, ids, weights, gate, up, down)
-    call = begin("forward", problem, inputs, (False, False, False), shared=shared)
+    call = begin("forward", problem, inputs, (False, False, False), shared=shared, grad_enabled=grad_enabled)
     out, _, _, counts_RE = run_forward(call, problem, inputs, shared, save=False)
     return out, counts_RE.sum(0)
 
 
 @cpu_forward.register_fake
-def _(x, ids, weights, gate, up, down, shared, group_name, num_experts, clamp, minibatch, macrobatch, timeout_s):  # type: ignore[no-untyped-def]
+def _(x, ids, weights, gate, up, down, shared, group_name, num_experts, *rest):  # type: ignore[no-untyped-def]
     return torch.empty_like(x, memory_format=torch.contiguous_format), ids.new_empty(num_experts, dtype=torch.int64)
 
 
@@ -274,7 +281,7 @@ def _backward(ctx, d_out, _):  # type: ignore[no-untyped-def]
     x, ids, weights, gate, up, down = ctx.saved_tensors
     need = ctx.needs_input_grad
     asked = [need[0], need[2], any(need[3:6])]
-    d_x, d_weights, *d_experts = cpu_backward(d_out, x, ids, weights, gate, up, down, asked, *ctx.rest)
+    d_x, d_weights, *d_experts = cpu_backward(d_out, x, ids, weights, gate, up, down, asked, *ctx.rest[:-1])
     d_gate, d_up, d_down = (d if wanted else None for d, wanted in zip(d_experts, need[3:6], strict=True))
     d_shared = d_out.to(ctx.shared_dtype) if need[6] else None
     return d_x if need[0] else None, None, d_weights if need[2] else None, d_gate, d_up, d_down, d_shared, *(None for _ in ctx.rest)

@@ -18,6 +18,7 @@ sequence.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -146,6 +147,8 @@ class Router(nn.Module):
             raise TypeError(f"tokens_per_expert_E.dtype={load_E.dtype}: must be an integer dtype")
         if load_E.shape != self.bias.shape:
             raise ValueError(f"tokens_per_expert_E.shape={tuple(load_E.shape)}: must be (num_experts={self.config.num_experts},)")
+        if not math.isfinite(rate):
+            raise ValueError(f"rate={rate!r}: must be finite")
         load_E = load_E.to(device=self.bias.device, dtype=torch.int64)
         direction_E = (load_E.sum() - load_E * self.config.num_experts).sign()
         self.bias += direction_E.to(torch.float32) * rate
