@@ -24,7 +24,7 @@ def _mok() -> None:
 @app.command()
 def train(
     context: typer.Context,
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 400,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 350,
     batch: Annotated[int, typer.Option(help="Sequences of the global batch, over all ranks.")] = 16,
     sequence: Annotated[int, typer.Option(help="Bytes of a sequence.")] = 256,
     layers: Annotated[int, typer.Option(help="Blocks; the first one is dense, the others have experts.")] = 4,

@@ -75,7 +75,7 @@ class Options:
         TrainError: naming the option, its value and the rule it breaks.
     """
 
-    steps: int = 400
+    steps: int = 350
     batch: int = 16
     sequence: int = 256
     layers: int = 4
