@@ -209,7 +209,7 @@ def moe(
         shared: [..., H] added first, in fp32; the shared experts' output.
         clamp: L of silu(min(gate, L)) * clamp(up, -L, L); None for none.
         num_experts: E; needed when the group has more than one rank.
-        group: a torch.distributed group, a virtual rank (`mok.fabric.virtual_ranks`), or None for this rank alone.
+        group: a torch.distributed group or mesh of one dimension, a virtual rank (`mok.fabric.virtual_ranks`), or None for this rank alone.
         tuning: knobs; none moves a bit.
 
     Returns:
@@ -234,6 +234,8 @@ def moe(
         inputs, main_grads = _inputs(_flat(x), _flat(ids), _flat(weights), gate_EIH, up_EIH, down_EHI)
         flat_shared = None if shared is None else _flat(shared)
     except Exception as error:
+        if isinstance(x, Tensor) and x.is_cuda:
+            raise
         ranks.refuse(error, tuning)
     run = _routed_gpu if x.is_cuda else _routed_cpu
     out, _ = run(inputs, flat_shared, main_grads, num_experts, clamp, ranks, tuning)
@@ -295,6 +297,11 @@ class SharedExperts(nn.Module):
         return None if self.output_gate_H is None else row_sigmoid(row_linear(x_TH, self.output_gate_H[None]))[:, 0]
 
 
+def _in_backward() -> bool:
+    """Whether autograd is running backward in this thread, so that a forward now is a recompute."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
 class MoE(nn.Module):
     """A Mixture-of-Experts layer over an expert-parallel group.
 
@@ -307,7 +314,8 @@ class MoE(nn.Module):
 
     Args:
         config: the problem.
-        group: a torch.distributed group, a virtual rank, or None for this rank alone.
+        group: a torch.distributed group, a mesh of one dimension (`mesh["ep"]`, needed beside FSDP2), a virtual rank, or None for this rank
+            alone.
         tuning: the knobs; none moves a bit.
         dtype, device: of the parameters.
 
@@ -408,11 +416,12 @@ class MoE(nn.Module):
         shared_experts = self.shared if x.is_cuda else None  # there they are computed inside the kernel
         out = self._run(routed_x, routing.ids_TK, routing.weights_TK, shared, shared_experts)
         if self.training and self.config.balance_loss_weight > 0:
-            self.balance_loss = None
+            loss = None
             if torch.is_grad_enabled():
                 tokens = x.shape[-2] if x.dim() > 1 else 1
-                loss = balance_loss(routing.scores_TE, routing.ids_TK, self.config, tokens)
-                self.balance_loss = self.config.balance_loss_weight * loss
+                loss = self.config.balance_loss_weight * balance_loss(routing.scores_TE, routing.ids_TK, self.config, tokens)
+            if not _in_backward():  # a recompute computes what the forward did, and leaves the step's loss alone
+                self.balance_loss = loss
         return out.view(x.shape)
 
     def _prepare(self, x: Tensor) -> tuple[Tensor, Routing, Tensor | None]:
@@ -465,11 +474,10 @@ class MoE(nn.Module):
             return False
         if torch.compiler.is_compiling():
             return torch.is_grad_enabled()
-        in_backward = torch._C._current_graph_task_id() != -1
         if not torch.is_grad_enabled():
-            self._uncounted = self._uncounted or not in_backward
+            self._uncounted = self._uncounted or not _in_backward()
             return False
-        counts = not in_backward or self._uncounted
+        counts = not _in_backward() or self._uncounted
         self._uncounted = False
         return counts
 

@@ -33,6 +33,7 @@ def test_balance_loss_is_never_a_constant_in_disguise():
     assert layer.balance_loss is None  # no gradient could flow; None says so
     out, loss = checkpoint(lambda x: (layer(x), layer.balance_loss), x, use_reentrant=False)
     (0 * out.sum() + loss).backward()
+    assert layer.balance_loss is loss  # the recompute left it alone
     assert torch.equal(layer.router.weight.grad, want)
 
 
