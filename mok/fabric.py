@@ -11,8 +11,8 @@ states (`signal`) and waits for its peers' (`wait`), never longer than the time 
 waits for it raises too. A failed call ends for all ranks; the next one starts clean.
 
 Every word of a control block has one writer, its owner, so no atomic operation is needed:
-    0 alive: process id    1 arrived: number of the call it has come to    2 aborted: number of the last call it gave up
-    3.. one word per state: the number of the last call in which the state was reached
+    0 arrived: number of the call it has come to    1 aborted: number of the last call it gave up
+    2.. one word per state: the number of the last call in which the state was reached
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 STATES = ("published", "pushed")
-_ALIVE, _ARRIVED, _ABORTED, _FIRST_STATE = 0, 1, 2, 3
+_ARRIVED, _ABORTED, _FIRST_STATE = 0, 1, 2
 _WORDS = 64
 _NOTE_BYTES = 16 * 1024  # two request slots (calls alternate) and one abort report
 _CONTROL_BYTES = _WORDS * 8 + 3 * _NOTE_BYTES
@@ -466,7 +466,6 @@ class ProcessFabric(HostFabric):
         self._pids = [pid for _, _, pid, _ in everyone]
         controls = [memoryview(control.map) if r == self.rank else memoryview(_map(path)) for r, (_, _, _, path) in enumerate(everyone)]
         self._adopt_controls(controls)
-        self._set(_ALIVE, os.getpid())
         dist.barrier(group=group)  # nobody goes on before all have mapped all
 
     def _allocate(self, nbytes: int) -> _Arena:

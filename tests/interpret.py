@@ -8,9 +8,11 @@ addresses stay valid because the processes are forked. The interpreter's atomics
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import random
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -95,3 +97,18 @@ def run_concurrently(
             os.waitpid(child, 0)
     if failed:
         raise RuntimeError("a program failed; its traceback is above")
+
+
+def run_cases(names: dict[str, object], chosen: list[str]) -> None:
+    """Run the functions case_NAME of a module, all or the chosen ones, and print one JSON object {NAME: "" or traceback}."""
+    results = {}
+    for name, case in list(names.items()):
+        if name.startswith("case_") and callable(case) and (not chosen or name[5:] in chosen):
+            start = time.monotonic()
+            try:
+                case()
+                results[name[5:]] = ""
+            except BaseException:
+                results[name[5:]] = traceback.format_exc()
+            print(f"{name[5:]}: {'ok' if not results[name[5:]] else 'FAILED'} {time.monotonic() - start:.1f} s", file=sys.stderr)
+    print(json.dumps(results))

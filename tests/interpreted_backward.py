@@ -5,11 +5,9 @@ Run alone: TRITON_INTERPRET=1 python tests/interpreted_backward.py [case ...]
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import time
-import traceback
 from dataclasses import dataclass, replace
 
 # isort: off
@@ -19,7 +17,7 @@ from interpreted_cases import BLOCK, CPU, Problem, make_schedules, run_layer, sh
 import torch
 import triton
 import triton.language as tl
-from interpret import run_concurrently
+from interpret import run_cases, run_concurrently
 from torch import Tensor
 
 from mok import schedule as host_schedule
@@ -439,20 +437,5 @@ def case_lost_signal_ends_in_a_report():
     assert time.monotonic() - start < 50
 
 
-def main() -> None:
-    chosen = sys.argv[1:]
-    results = {}
-    for name, case in list(globals().items()):
-        if name.startswith("case_") and (not chosen or name[5:] in chosen):
-            start = time.monotonic()
-            try:
-                case()
-                results[name[5:]] = ""
-            except BaseException:
-                results[name[5:]] = traceback.format_exc()
-            print(f"{name[5:]}: {'ok' if not results[name[5:]] else 'FAILED'} {time.monotonic() - start:.1f} s", file=sys.stderr)
-    print(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(globals(), sys.argv[1:])

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import os
 import re
 import sys
 import time
-import traceback
 
 os.environ["TRITON_INTERPRET"] = "1"
 sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path.dirname(os.path.abspath(__file__))]
 
 import torch
-from interpret import run_concurrently
+from interpret import run_cases, run_concurrently
 from torch import Tensor
 
 from mok import reference
@@ -373,20 +371,5 @@ def case_lost_signal_ends_in_a_report():
     assert time.monotonic() - start < 50
 
 
-def main() -> None:
-    chosen = sys.argv[1:]
-    results = {}
-    for name, case in list(globals().items()):
-        if name.startswith("case_") and (not chosen or name[5:] in chosen):
-            start = time.monotonic()
-            try:
-                case()
-                results[name[5:]] = ""
-            except BaseException:
-                results[name[5:]] = traceback.format_exc()
-            print(f"{name[5:]}: {'ok' if not results[name[5:]] else 'FAILED'} {time.monotonic() - start:.1f} s", file=sys.stderr)
-    print(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(globals(), sys.argv[1:])
