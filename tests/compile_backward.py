@@ -43,7 +43,7 @@ def constants_of(hidden: int, width: int, shared: int, ranks: int, flags: dict[s
         BY_COPY_ENGINE=not any(size % 128 for size in (hidden, width, shared)) and "ACCUMULATE" not in flags,
         NEED_X=True, NEED_WEIGHTS=True, NEED_EXPERTS=True, NEED_SHARED=shared > 0, RUN=PLAN.run, PARTS=tasks.parts,
         BLOCK_M=PLAN.block_m, BLOCK_N=PLAN.block_n, BLOCK_K=PLAN.block_k, SLICE=PLAN.slice, BLOCK_H=PLAN.block_h,
-        THREADS=32 * PLAN.num_warps,
+        THREADS=32 * PLAN.num_warps, TRACE=False,
         HIDDENS=tasks.hiddens, D_XS=tasks.d_xs, D_WEIGHTS=tasks.d_weights,
         SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs,
     )  # fmt: skip

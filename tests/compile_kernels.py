@@ -26,7 +26,7 @@ from mok.kernels.tasks import tasks_kernel
 PLAN = ForwardPlan()
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 BF16 = {"x_ptr", "combine_ptr", "ring_ptr", "shared_out_ptr", "y_ptr", "shared_ptr", "out_ptr"}
-INT64 = {"tasks_ptr", "ids_ptr"}
+INT64 = {"tasks_ptr", "ids_ptr", "trace_ptr"}
 
 
 def argument_type(name: str, constants: dict[str, object]) -> str:
@@ -106,7 +106,7 @@ def compile_one(kernel, arch: int, constants: dict[str, object], num_warps: int 
 def forward(arch: int, hidden=7168, width=2048, shared=0, ranks=1, save=False) -> list[dict[str, object]]:
     constants = dict(
         H=hidden, I=width, S=shared, K=8, R=ranks, CLAMP=save, SHARED_CLAMP=save, SAVE=save, PARTS=PLAN.parts,
-        BLOCK_M=PLAN.block_m, BLOCK_N=PLAN.block_n, BLOCK_K=PLAN.block_k, BLOCK_H=PLAN.block_h, THREADS=32 * PLAN.num_warps,
+        BLOCK_M=PLAN.block_m, BLOCK_N=PLAN.block_n, BLOCK_K=PLAN.block_k, BLOCK_H=PLAN.block_h, THREADS=32 * PLAN.num_warps, TRACE=False,
     )  # fmt: skip
     return [compile_one(forward_kernel, arch, constants, PLAN.num_warps, PLAN.num_stages)]
 

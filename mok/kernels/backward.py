@@ -65,6 +65,7 @@ from mok.kernels.signals import (
     peer_address,
     wait_for,
 )
+from mok.kernels.trace import BEGIN, COMPUTED, DONE, READY, note, note_begin, note_end
 
 GATE_READY = tl.constexpr(memory.STATES.index("gate_ready"))
 D_GATE_READY = tl.constexpr(memory.STATES.index("d_gate_ready"))
@@ -171,14 +172,14 @@ def backward_kernel(
     saved_shared_gate_desc, saved_shared_up_desc, tile_shared_d_gate_desc, tile_shared_d_up_desc, tile_shared_h_desc,
     d_gate_weight_desc, d_up_weight_desc, d_down_weight_desc, shared_d_gate_weight_desc, shared_d_up_weight_desc, shared_d_down_weight_desc,
     d_gate_weight_ptr, d_up_weight_ptr, d_down_weight_ptr, shared_d_gate_weight_ptr, shared_d_up_weight_ptr, shared_d_down_weight_ptr,
-    shared_d_x_ptr, signals_ptr, rank, ring, max_tiles, num_local, tokens, saved_tiles, limit, shared_limit, wait_limit,
+    shared_d_x_ptr, signals_ptr, trace_ptr, rank, ring, max_tiles, num_local, tokens, saved_tiles, limit, shared_limit, wait_limit,
     H: tl.constexpr, I: tl.constexpr, S: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     CLAMP: tl.constexpr, RECOMPUTE: tl.constexpr, CARRY: tl.constexpr, ACCUMULATE: tl.constexpr, BY_COPY_ENGINE: tl.constexpr,
     NEED_X: tl.constexpr, NEED_WEIGHTS: tl.constexpr, NEED_EXPERTS: tl.constexpr, NEED_SHARED: tl.constexpr,
     RUN: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, SLICE: tl.constexpr, BLOCK_H: tl.constexpr, THREADS: tl.constexpr,
     GATE_UPS: tl.constexpr, HIDDENS: tl.constexpr, D_XS: tl.constexpr, D_WEIGHTS: tl.constexpr,
-    SHARED_HIDDENS: tl.constexpr, SHARED_D_XS: tl.constexpr,
+    SHARED_HIDDENS: tl.constexpr, SHARED_D_XS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Take tickets until none is left. signals: the ticket counter, then the counters of the module's text; zero at the start."""
     STORE: tl.constexpr = BLOCK_N // 2 if BLOCK_N > SLICE else SLICE
@@ -194,9 +195,14 @@ def backward_kernel(
     lanes = tl.arange(0, THREADS)
     ticket, kind = take_ticket(tl.atomic_add(signals_ptr + lanes, 1, mask=lanes == 0, sem="relaxed", scope="gpu"), lanes, list_ptr, total)
     ready_group = ticket * 0 - 1
+    if TRACE:
+        note_begin(trace_ptr)
     while kind != END:
         # One lane takes the next ticket now; nobody looks at it before this task's sums are there.
         taken = tl.atomic_add(signals_ptr + lanes, 1, mask=lanes == 0, sem="relaxed", scope="gpu")
+        number = ticket
+        if TRACE:
+            note(trace_ptr, number, BEGIN)
         record = list_ptr + ticket * RECORD
         tile = tl.load(record + AT_TILE)
         part = tl.load(record + PART)
@@ -226,6 +232,8 @@ def backward_kernel(
                 table_ptr, control_ptrs, x_ready_ptr, gate_ready_ptr, d_gate_ready_ptr, group_ready_ptr, group_done_ptr,
                 shared_ready_ptr, wait_limit, rank, R, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, CARRY,
             )  # fmt: skip
+            if TRACE:
+                note(trace_ptr, number, READY)
             if ok == 1:
                 if (kind == D_WEIGHT) | (kind == SHARED_D_WEIGHT):
                     if NEED_EXPERTS | NEED_SHARED:
@@ -343,6 +351,8 @@ def backward_kernel(
                                     right_desc = shared_up_kn_desc
                         acc = multiply_rows(left_desc, right_desc, acc, place, right_row, column, inner, BLOCK_K)
                     ticket, next_kind = take_ticket(taken, lanes, list_ptr, total)
+                    if TRACE:
+                        note(trace_ptr, number, COMPUTED)
                     if hidden:
                         from_gate = saved_gate_desc
                         from_up = saved_up_desc
@@ -402,4 +412,8 @@ def backward_kernel(
                                 store_rows(pieces[i], shared_d_x_ptr, place, tokens, column + i * STORE, H, BLOCK_M, STORE)
                 if kind <= D_WEIGHT:
                     announce(group_done_ptr + group)
+        if TRACE:
+            note(trace_ptr, number, DONE)
         kind = tl.where(ok == 1, next_kind, END)
+    if TRACE:
+        note_end(trace_ptr)

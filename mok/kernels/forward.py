@@ -25,6 +25,7 @@ from mok.kernels.signals import (
     wait_for,
 )
 from mok.kernels.tasks import DOWN, END, NOTHING, PULL, SHARED_DOWN, SHARED_UP, UP, find, unpack
+from mok.kernels.trace import BEGIN, COMPUTED, DONE, READY, note, note_begin, note_end
 
 
 @triton.jit
@@ -60,10 +61,11 @@ def forward_kernel(
     ring_ptr, ring_x_desc, ring_h_desc, store_h_desc, gate_up_desc, down_desc, save_gate_desc, save_up_desc,
     shared_x_desc, shared_h_desc, store_shared_h_desc, shared_gate_up_desc, shared_down_desc,
     save_shared_gate_desc, save_shared_up_desc, shared_out_ptr,
-    signals_ptr, rank, max_tiles, ring, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit, wait_limit,
+    signals_ptr, trace_ptr, rank, max_tiles, ring, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit, wait_limit,
     H: tl.constexpr, I: tl.constexpr, S: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     CLAMP: tl.constexpr, SHARED_CLAMP: tl.constexpr, SAVE: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, THREADS: tl.constexpr,
+    TRACE: tl.constexpr,
 ):  # fmt: skip
     """Take tasks until none is left. signals: the ticket counter, then the counters per tile (module text); zero at the start."""
     UPS: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
@@ -75,10 +77,15 @@ def forward_kernel(
     shared_h_ready_ptr = h_free_ptr + max_tiles
     lanes = tl.arange(0, THREADS)
     num_tasks = tl.load(tasks_ptr).to(tl.int32)
-    task = find(tasks_ptr, tl.atomic_add(signals_ptr, 1, sem="relaxed", scope="gpu"), num_tasks)
+    ticket = tl.atomic_add(signals_ptr, 1, sem="relaxed", scope="gpu")
+    task = find(tasks_ptr, ticket, num_tasks)
+    if TRACE:
+        note_begin(trace_ptr)
     while (task & 7) != END:
         # One lane takes the next ticket now; nobody looks at it before this task's products are there.
         taken = tl.atomic_add(signals_ptr + lanes, 1, mask=lanes == 0, sem="relaxed", scope="gpu")
+        if TRACE:
+            note(trace_ptr, ticket, BEGIN)
         kind, tile, part, expert = unpack(task)
         row = tile * BLOCK_M
         ring_row = (tile % ring) * BLOCK_M
@@ -88,6 +95,9 @@ def forward_kernel(
             ok = wait_for(h_free_ptr + tile - ring, DOWNS, control_ptrs, rank, tile, H_FREE, wait_limit, R)
         order_copy_engine(tile)
         following = task | END
+        upcoming = tile * 0
+        if TRACE:
+            note(trace_ptr, ticket, READY)
         if ok:
             if kind == PULL:
                 ROWS: tl.constexpr = BLOCK_M // PARTS
@@ -97,9 +107,11 @@ def forward_kernel(
                 )  # fmt: skip
                 order_copy_engine(tile)
                 announce(x_ready_ptr + tile)
-                following = find(tasks_ptr, tl.sum(tl.where(lanes == 0, taken, 0), axis=0), num_tasks)
+                upcoming = tl.sum(tl.where(lanes == 0, taken, 0), axis=0)
+                following = find(tasks_ptr, upcoming, num_tasks)
             elif kind == NOTHING:
-                following = find(tasks_ptr, tl.sum(tl.where(lanes == 0, taken, 0), axis=0), num_tasks)
+                upcoming = tl.sum(tl.where(lanes == 0, taken, 0), axis=0)
+                following = find(tasks_ptr, upcoming, num_tasks)
             else:
                 a_row = tl.where((kind == UP) | (kind == DOWN), ring_row, row)
                 column = tl.minimum(part * (2 * BLOCK_N), H - 2 * BLOCK_N)  # the last pair may overlap its neighbour: the same bits twice
@@ -126,7 +138,10 @@ def forward_kernel(
                         depth = S
                 ab, ac = multiply(a_desc, b_desc, a_row, b_row, depth, BLOCK_M, BLOCK_N, BLOCK_K)
                 # The next task's lookup hides behind the stores of this one.
-                following = find(tasks_ptr, tl.sum(tl.where(lanes == 0, taken, 0), axis=0), num_tasks)
+                upcoming = tl.sum(tl.where(lanes == 0, taken, 0), axis=0)
+                following = find(tasks_ptr, upcoming, num_tasks)
+                if TRACE:
+                    note(trace_ptr, ticket, COMPUTED)
                 if kind == UP:
                     store_hidden(
                         ab, ac, gate_first, store_h_desc, save_gate_desc, save_up_desc, ring_row, row, part * BLOCK_N, saved_rows,
@@ -156,4 +171,9 @@ def forward_kernel(
                         tl.debug_barrier()
                         store_rows(first, shared_out_ptr, row, tokens, column, H, BLOCK_M, BLOCK_N)
                         store_rows(second, shared_out_ptr, row, tokens, column + BLOCK_N, H, BLOCK_M, BLOCK_N)
+        if TRACE:
+            note(trace_ptr, ticket, DONE)
+            ticket = upcoming
         task = following
+    if TRACE:
+        note_end(trace_ptr)

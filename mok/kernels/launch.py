@@ -23,6 +23,7 @@ from mok.kernels.memory import PeerMemory
 from mok.kernels.schedule import DeviceSchedule, empty_schedule, max_tiles, sort_slots, write_rows
 from mok.kernels.signals import barrier
 from mok.kernels.tasks import BLOCK_TICKETS, max_tickets, tasks_kernel
+from mok.kernels.trace import PROGRAM, WORDS
 from mok.schedule import local_experts
 
 POLLS_PER_SECOND = 1_000_000  # a reading of a signal takes about a microsecond
@@ -35,6 +36,7 @@ class ForwardPlan:
     num_sms: programs; 0 means one per multiprocessor.
     minibatch_tiles, ring_tiles: tiles of 128 rows; the ring holds at least two minibatches.
     parts: pull tasks per tile.
+    trace: write timestamps of every task.
     """
 
     num_sms: int = 0
@@ -48,6 +50,7 @@ class ForwardPlan:
     num_warps: int = 8
     num_stages: int = 4
     programs_per_sm: int = 1
+    trace: bool = False
 
 
 @dataclass
@@ -154,6 +157,11 @@ def _next_rows(matrix: Tensor, block_rows: int, block_columns: int) -> TensorDes
     return TensorDescriptor(flat, shape, [block_rows * columns, columns, 1], [2, block_rows, block_columns])
 
 
+def trace_record(workspace: Workspace, tickets: int, programs: int) -> Tensor:
+    """Where a kernel writes its timestamps (`mok.kernels.trace`), all zero."""
+    return workspace.take("trace", (programs * PROGRAM.value + tickets * WORDS.value,), torch.int64).zero_()
+
+
 def ring_tiles(plan: ForwardPlan, tiles: int) -> int:
     """Tiles of the ring: no more than can be in use, at least two minibatches, whole minibatches."""
     minibatches = max(2, min(plan.ring_tiles // plan.minibatch_tiles, triton.cdiv(tiles, plan.minibatch_tiles)))
@@ -237,6 +245,7 @@ def kernel_arguments(
     m, n, k = plan.block_m, plan.block_n, plan.block_k
     tiles = rows.tile_expert.numel()
     ring = ring_tiles(plan, tiles)
+    programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
     shared_width = shared[0].shape[0] if shared else 0
     bf16 = torch.bfloat16
     x_ring = workspace.take("x_ring", (ring * m, hidden), bf16)
@@ -270,10 +279,12 @@ def kernel_arguments(
         save_shared_up_desc=_rows(saved.shared_up_TS if saved else h_ring, m, n),
         shared_out_ptr=shared_out if shared_width else x_ring,
         signals_ptr=signals, max_tiles=tiles, ring=ring, tokens=tokens, gate_first=gate_first, shared_gate_first=shared_gate_first,
-         saved_rows=saved_rows,
+        saved_rows=saved_rows, 
+        trace_ptr=trace_record(workspace, most + 1, programs) if plan.trace else tasks,
         limit=float(clamp or 0.0), shared_limit=float(shared_clamp or 0.0), wait_limit=workspace.limit,
         rank=memory.rank, H=hidden, I=width, S=shared_width, K=workspace.top_k, R=memory.size,
         CLAMP=clamp is not None, SHARED_CLAMP=shared_clamp is not None, SAVE=save, PARTS=plan.parts,
-        BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, BLOCK_H=min(plan.block_h, triton.next_power_of_2(hidden)), THREADS=32 * plan.num_warps,
+        BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, BLOCK_H=min(plan.block_h, triton.next_power_of_2(hidden)),
+        THREADS=32 * plan.num_warps, TRACE=plan.trace,
     )  # fmt: skip
     return args, saved, shared_out

@@ -17,7 +17,7 @@ from mok.config import TILE_M
 from mok.kernels.backward import backward_kernel
 from mok.kernels.combine import combine
 from mok.kernels.groups import BLOCK_TICKETS, HEADER, RECORD, ROW, list_kernel, plan_kernel
-from mok.kernels.launch import Saved, Workspace, _rows
+from mok.kernels.launch import Saved, Workspace, _rows, trace_record
 from mok.kernels.schedule import DeviceSchedule
 
 Weights = tuple[Tensor, Tensor, Tensor]  # of gate, up and down
@@ -32,6 +32,7 @@ class BackwardPlan:
     group_tiles: a group of experts is closed when it has this many tiles; 0 means four waves of tiles per phase.
     parts: pull tasks per tile.
     run: tiles of a weight's gradient that one task makes in a row.
+    trace: write timestamps of every task.
     block_n: columns of a tile: `slice`, two or four times as many; `slice` itself, the width of a part of d_w, is no knob.
     """
 
@@ -48,6 +49,7 @@ class BackwardPlan:
     num_warps: int = 8
     num_stages: int = 4
     programs_per_sm: int = 1
+    trace: bool = False
 
     @property
     def store(self) -> int:
@@ -105,12 +107,12 @@ def count_tasks(plan: BackwardPlan, needs: Needs, hidden: int, width: int, share
     )  # fmt: skip
 
 
-def ring_and_groups(plan: BackwardPlan, tiles: int, tasks: Tasks, num_sms: int) -> tuple[int, int, int]:
+def ring_and_groups(plan: BackwardPlan, tiles: int, tasks: Tasks, programs: int) -> tuple[int, int, int]:
     """Tiles of the rings, tiles at which a group is closed, most tiles of a group. A ring smaller than all tiles holds two groups."""
     ring = max(2, min(plan.ring_tiles, tiles))
     most = max(tiles, 1) if ring >= tiles else ring // 2
     per_tile = max(1, min(count for count in (tasks.hiddens, tasks.d_xs) if count > 0) if tasks.hiddens or tasks.d_xs else 1)
-    waves = 4 * num_sms * plan.programs_per_sm
+    waves = 4 * programs
     target = plan.group_tiles or max(1, triton.cdiv(waves, per_tile))
     return ring, min(target, most), most
 
@@ -154,7 +156,7 @@ def prepare(
     num_local, tiles = gate_LIH.shape[0], rows.tile_expert.numel()
     shared_width = shared[0].shape[0] if shared else 0
     tasks = count_tasks(plan, needs, hidden, width, shared_width, tokens)
-    programs = plan.num_sms or workspace.num_sms
+    programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
     ring, target, most = ring_and_groups(plan, tiles, tasks, programs)
     saved_tiles = min(saved.gate_CI.shape[0] // m, tiles)
     recompute = saved_tiles < tiles
@@ -228,6 +230,7 @@ def prepare(
         d_gate_weight_ptr=to_experts[0], d_up_weight_ptr=to_experts[1], d_down_weight_ptr=to_experts[2],
         shared_d_gate_weight_ptr=to_shared[0], shared_d_up_weight_ptr=to_shared[1], shared_d_down_weight_ptr=to_shared[2],
         shared_d_x_ptr=x_ring if shared_d_x is None else shared_d_x, signals_ptr=signals,
+        trace_ptr=trace_record(workspace, most_tasks, programs) if plan.trace else tickets,
         rank=memory.rank, max_tiles=tiles, num_local=num_local, tokens=tokens, saved_tiles=saved_tiles,
         limit=math.inf if clamp is None else float(clamp), shared_limit=math.inf if shared_clamp is None else float(shared_clamp),
         wait_limit=workspace.limit,
@@ -235,7 +238,7 @@ def prepare(
         RECOMPUTE=recompute, CARRY=cut, ACCUMULATE=accumulate, BY_COPY_ENGINE=by_copy_engine,
         NEED_X=needs.x, NEED_WEIGHTS=needs.weights, NEED_EXPERTS=needs.experts, NEED_SHARED=needs.shared and bool(shared),
         RUN=plan.run, ring=ring, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, SLICE=s, BLOCK_H=min(plan.block_h, triton.next_power_of_2(hidden)),
-        THREADS=32 * plan.num_warps, SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs, **per,
+        THREADS=32 * plan.num_warps, SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs, TRACE=plan.trace, **per,
     )  # fmt: skip
     of_gate_and_up = dict.fromkeys(("ring_x_desc", "gate_desc", "up_desc"))
     if recompute:
