@@ -163,10 +163,10 @@ def row_swiglu(x_NH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, cl
     return out
 
 
-@torch.library.custom_op("mok::row_swiglu_backward", mutates_args=())
-def _row_swiglu_backward(
+def row_swiglu_gradients(
     d_out: Tensor, x_NH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, clamp: float | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ExpertGradient]:
+    """d_x of `row_swiglu` and the sums of its weight gradients, before they are rounded."""
     dtype, wide = x_NH.dtype, wide_dtype(x_NH.dtype)
     d_x = torch.empty_like(x_NH, memory_format=torch.contiguous_format)
     with exact():
@@ -181,7 +181,15 @@ def _row_swiglu_backward(
             gradient.add_tile(x, d_y, d_gate, d_up, hidden)
             rows = d_x[start : start + TILE_M]
             rows.copy_((d_gate @ expert.gate + d_up @ expert.up)[: rows.shape[0]])
-        return d_x, gradient.gate.to(dtype), gradient.up.to(dtype), gradient.down.to(dtype)
+    return d_x, gradient
+
+
+@torch.library.custom_op("mok::row_swiglu_backward", mutates_args=())
+def _row_swiglu_backward(
+    d_out: Tensor, x_NH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, clamp: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d_x, sums = row_swiglu_gradients(d_out, x_NH, gate_IH, up_IH, down_HI, clamp)
+    return d_x, sums.gate.to(x_NH.dtype), sums.up.to(x_NH.dtype), sums.down.to(x_NH.dtype)
 
 
 @row_linear.register_kernel("cuda")
