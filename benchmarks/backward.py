@@ -11,73 +11,21 @@ Legend: T tokens, H hidden, I intermediate, E experts, K choices per token, N = 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from baselines import TorchLayer
-from layer import SHAPES, commit, medians, sources_sha256
+from layer import SHAPES  # finds the package, too
 from torch import Tensor
 
+from mok.bench import report
+from mok.bench.baselines import TorchLayer
+from mok.bench.timing import medians
 from mok.kernels import launch, launch_backward, memory
 from mok.kernels.launch import Workspace
 from mok.kernels.launch_backward import BackwardPlan, Gradients, Needs
 
 INPUT_SETS = 2
-
-
-class _Gather(torch.autograd.Function):
-    """Rows of x in sorted order; the backward sums a token's K rows, found by the inverse order."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.shape = (x_TH.shape[0], top_k, x_TH.shape[1])
-        return x_TH[order // top_k]
-
-    @staticmethod
-    def backward(ctx: Any, d_rows: Tensor) -> tuple[Any, ...]:
-        return d_rows[ctx.saved_tensors[0]].view(ctx.shape).sum(1), None, None, None
-
-
-class _Unsort(torch.autograd.Function):
-    """Rows back in the order of slots; the backward gathers again."""
-
-    @staticmethod
-    def forward(ctx: Any, y_NH: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        return y_NH[inverse]
-
-    @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
-        return d_y[ctx.saved_tensors[0]], None, None
-
-
-class TorchTraining(TorchLayer):
-    """The baseline with gradients: no atomics, no host synchronization."""
-
-    def __init__(self, gate_EIH: Tensor, up_EIH: Tensor, down_EHI: Tensor) -> None:
-        super().__init__(gate_EIH, up_EIH, down_EHI)
-        self.leaves = [torch.cat([gate_EIH, up_EIH], dim=1).requires_grad_(), down_EHI.detach().requires_grad_()]
-
-    def __call__(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        tokens, top_k = ids_TK.shape
-        sorted_ids, order = ids_TK.reshape(-1).to(torch.int16).sort(stable=True)
-        ends = torch.searchsorted(sorted_ids, self.experts, right=True).to(torch.int32)
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(order.numel(), device=order.device)
-        both, down = (leaf.transpose(1, 2) for leaf in self.leaves)
-        rows = _Gather.apply(x_TH, order, inverse, top_k)
-        y = torch._grouped_mm(self.swiglu(torch._grouped_mm(rows, both, offs=ends)), down, offs=ends)
-        return torch.bmm(weights_TK.to(x_TH.dtype)[:, None], _Unsort.apply(y, order, inverse).view(tokens, top_k, -1))[:, 0]
-
-    def step(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, d_y_TH: Tensor) -> list[Tensor]:
-        x, weights = x_TH.detach().requires_grad_(), weights_TK.detach().requires_grad_()
-        out = self(x, ids_TK, weights)
-        return list(torch.autograd.grad(out, [x, weights, *self.leaves], d_y_TH))
 
 
 class Layer:
@@ -110,7 +58,7 @@ class Layer:
             self.workspace, schedule, kept, ids, d_y, x, weights, *self.weights, self.experts, plan=plan, needs=needs
         )
 
-    def check(self, baseline: TorchTraining, plan: BackwardPlan | None = None) -> float:
+    def check(self, baseline: TorchLayer, plan: BackwardPlan | None = None) -> float:
         """The largest relative error of a gradient against torch's; two runs must give the same bits."""
         x, ids, weights, d_y, _, _ = self.inputs[0]
         self.workspace.memory.own["combine"].fill_(float("nan"))
@@ -137,7 +85,7 @@ def measure(name: str, repeats: int, plans: dict[str, dict[str, Any]], with_part
     tokens, hidden, width, experts, top_k = SHAPES[name]
     torch.manual_seed(0)
     layer = Layer(*SHAPES[name], saved=saved)
-    baseline = TorchTraining(*layer.weights)
+    baseline = TorchLayer(*layer.weights)
     contestants: dict[str, Any] = {"mok": layer}
     error = layer.check(baseline)
     for label, changes in plans.items():
@@ -182,18 +130,13 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="the commit measured, where there is no git repository")
     parser.add_argument("--out")
     options = parser.parse_args()
-    root = Path(__file__).resolve().parent.parent
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
+    print(report.headline(), flush=True)
     rows = []
     for name in options.shapes.split(","):
         rows.append(measure(name, options.repeats, json.loads(options.plans), options.parts, options.saved))
         torch.cuda.empty_cache()
     if options.out:
-        result = dict(
-            machine=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__, commit=options.commit or commit(root),
-            sources_sha256=sources_sha256(root), date=datetime.date.today().isoformat(), rows=rows,
-        )  # fmt: skip
-        Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
+        report.write(options.out, rows, options.commit)
 
 
 if __name__ == "__main__":

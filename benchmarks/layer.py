@@ -11,20 +11,17 @@ Legend: T tokens, H hidden, I intermediate, E experts, K choices per token.
 from __future__ import annotations
 
 import argparse
-import datetime
-import hashlib
-import itertools
-import json
-import statistics
-import subprocess
-from collections.abc import Callable
+import sys
 from pathlib import Path
 
 import torch
-import triton
-from baselines import TorchLayer, dense_products
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from mok.bench import report
+from mok.bench.baselines import TorchLayer, dense_products
+from mok.bench.timing import medians
 from mok.kernels import launch, memory
 from mok.kernels.launch import ForwardPlan, Workspace
 
@@ -93,40 +90,6 @@ class Layer:
         return error
 
 
-def medians(contestants: dict[str, Callable[[], object]], repeats: int = 60, warmup: int = 8, round_of: int = 10) -> dict[str, float]:
-    """Milliseconds of each, taken in turns of `round_of`."""
-    for run in contestants.values():
-        for _ in range(warmup):
-            run()
-    torch.cuda.synchronize()
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(-(-repeats // round_of)):
-        for name, run in contestants.items():
-            for _ in range(round_of // 2):  # the card settles after the one before
-                run()
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(round_of + 1)]
-            events[0].record()
-            for event in events[1:]:
-                run()
-                event.record()
-            torch.cuda.synchronize()
-            times[name] += [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def sources_sha256(root: Path) -> str:
-    files = subprocess.run(["git", "ls-files", "mok"], cwd=root, capture_output=True, text=True).stdout.split()
-    names = sorted(f for f in files if f.endswith(".py")) or sorted(str(p.relative_to(root)) for p in (root / "mok").rglob("*.py"))
-    digest = hashlib.sha256()
-    for name in sorted(names, key=lambda n: n.encode()):
-        digest.update((root / name).read_bytes())
-    return digest.hexdigest()
-
-
-def commit(root: Path) -> str:
-    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True).stdout.strip()
-
-
 def measure_forward(name: str, repeats: int) -> dict[str, object]:
     tokens, hidden, width, experts, top_k = SHAPES[name]
     torch.manual_seed(0)
@@ -176,8 +139,7 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="the commit measured, where there is no git repository")
     parser.add_argument("--out")
     options = parser.parse_args()
-    root = Path(__file__).resolve().parent.parent
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
+    print(report.headline(), flush=True)
     rows = []
     for name in options.shapes.split(",") if options.shared else ():
         measure_shared(name, options.repeats)
@@ -186,11 +148,7 @@ def main() -> None:
         rows.append(measure_forward(name, options.repeats))
         torch.cuda.empty_cache()
     if options.out:
-        result = dict(
-            machine=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__, commit=options.commit or commit(root),
-            sources_sha256=sources_sha256(root), date=datetime.date.today().isoformat(), rows=rows,
-        )  # fmt: skip
-        Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
+        report.write(options.out, rows, options.commit)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,84 @@
+"""Nearness to the definition (`mok.reference`, fp32) on a sample; equality of bits is the caller's.
+
+Legend: T tokens, H hidden, I intermediate, E experts, K choices per token, N rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from mok.reference import swiglu
+
+LIMIT = 1.5e-2
+"""Largest relative error, in the norm of a token's row or of a whole gradient."""
+
+Experts = tuple[Tensor, Tensor, Tensor]  # gate [E, I, H], up [E, I, H], down [E, H, I]
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    return float((got.float() - want.float()).norm() / want.float().norm().clamp(min=1e-9))
+
+
+def first_difference(got: Sequence[Tensor], want: Sequence[Tensor], names: Sequence[str]) -> str | None:
+    """Where two lists of tensors do not have the same bits."""
+    for name, a, b in zip(names, got, want, strict=True):
+        if not torch.equal(a, b):
+            where = (a != b).nonzero()
+            place = where[0].tolist() if len(where) else "a NaN"
+            return f"{name} differs in {len(where)} elements, first at {place}"
+    return None
+
+
+def _sample(tokens: int, count: int) -> list[int]:
+    return torch.linspace(0, tokens - 1, min(count, tokens)).long().tolist()
+
+
+def _expert(x_NH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> Tensor:
+    """`reference.swiglu` without a rounding, for gradients."""
+    return (silu(x_NH @ gate_IH.T) * (x_NH @ up_IH.T)) @ down_HI.T
+
+
+def forward_error(out_TH: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Experts, count: int = 32) -> float:
+    """The largest relative error of a token's output, over `count` evenly spaced tokens."""
+    worst = 0.0
+    gate_EIH, up_EIH, down_EHI = experts
+    for t in _sample(x_TH.shape[0], count):
+        want = torch.zeros(x_TH.shape[1], device=x_TH.device)
+        for e, w in zip(ids_TK[t].tolist(), weights_TK[t].tolist(), strict=True):
+            want += w * swiglu(x_TH[t : t + 1], gate_EIH[e], up_EIH[e], down_EHI[e])[0]
+        worst = max(worst, relative_error(out_TH[t], want))
+    return worst
+
+
+def token_gradient_error(
+    d_x_TH: Tensor, d_weights_TK: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, d_y_TH: Tensor, experts: Experts,
+    count: int = 16,
+) -> float:  # fmt: skip
+    """The largest relative error of a token's d_x, and of d_weights, over `count` evenly spaced tokens."""
+    tokens = _sample(x_TH.shape[0], count)
+    worst, want_weights = 0.0, torch.zeros(len(tokens), ids_TK.shape[1], device=x_TH.device)
+    for i, t in enumerate(tokens):
+        want = torch.zeros(x_TH.shape[1], device=x_TH.device)
+        for k, e in enumerate(ids_TK[t].tolist()):
+            x = x_TH[t : t + 1].float().requires_grad_()
+            weight = weights_TK[t, k].float().requires_grad_()
+            y = _expert(x, *(w[e].float() for w in experts))
+            d_x, want_weights[i, k] = torch.autograd.grad(weight * y, [x, weight], d_y_TH[t : t + 1].float())
+            want += d_x[0]
+        worst = max(worst, relative_error(d_x_TH[t], want))
+    return max(worst, relative_error(d_weights_TK[tokens], want_weights))
+
+
+def expert_gradient_error(
+    grads: Sequence[Tensor], expert: int, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, d_y_TH: Tensor, experts: Experts
+) -> float:
+    """The largest relative error of one expert's three weight gradients `grads`, over all its rows of the batch."""
+    token, k = (ids_TK == expert).nonzero(as_tuple=True)
+    leaves = [weight[expert].float().requires_grad_() for weight in experts]
+    y = _expert(x_TH[token].float(), *leaves) * weights_TK[token, k, None].float()
+    wants = torch.autograd.grad(y, leaves, d_y_TH[token].float())
+    return max(relative_error(got, want) for got, want in zip(grads, wants, strict=True))

@@ -1,0 +1,369 @@
+"""Whole layers over several GPUs, forward and backward, against NCCL with torch and against one GPU alone, in the same processes.
+
+    python -m mok.bench.ep --ranks 2 [--shapes qwen3-30b,v4-flash] [--directions fwd,bwd] [--out results.json]
+        [--plans '{"fine pulls": {"parts": 8}, "small ring": {"ring_tiles": 64}}']
+    torchrun --nproc-per-node 2 -m mok.bench.ep
+
+Before a layer is timed it is checked: near the fp32 definition, the same bits twice, and the bits of one GPU that is given the tokens of
+all ranks and all experts. Contestants take turns, and the ranks meet before every turn. A time is the slowest rank's median. Torch's
+backward is a step minus its forward.
+
+Without a GPU the CPU's layer runs on a tiny shape, its ranks over gloo.
+
+Legend: T tokens of a rank, H hidden, I intermediate, E experts of all ranks, K choices per token, R ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import mok
+from mok.bench import checks, ranks, report
+from mok.bench.baselines import ExchangedLayer, dense_products
+from mok.bench.checks import Experts
+from mok.bench.timing import medians
+from mok.schedule import local_experts
+
+
+class Shape(NamedTuple):
+    T: int
+    H: int
+    I: int  # noqa: E741
+    E: int
+    K: int
+
+
+SHAPES = {
+    "qwen3-30b": Shape(8192, 2048, 768, 128, 8),
+    "mixtral-8x7b": Shape(8192, 4096, 14336, 8, 2),
+    "kimi-k2-slice": Shape(2048, 7168, 2048, 12, 8),
+    "kimi-k2-ep8": Shape(8192, 7168, 2048, 96, 8),
+    "v4-flash": Shape(8192, 4096, 2048, 64, 6),
+}
+TINY = {"tiny": Shape(96, 32, 48, 8, 2)}
+DIRECTIONS = ("fwd", "bwd")
+NAMES = ("d_x", "d_weights", "d_gate", "d_up", "d_down")
+INPUT_SETS = 2
+
+
+class Batch(NamedTuple):
+    x_TH: Tensor
+    ids_TK: Tensor
+    weights_TK: Tensor
+    d_y_TH: Tensor
+
+
+def make_batch(shape: Shape, rank: int, turn: int, device: torch.device) -> Batch:
+    """The tokens of a rank, which every rank can make."""
+    g = torch.Generator(device).manual_seed(1000 * turn + rank)
+    normal = lambda *size: torch.randn(*size, generator=g, device=device)  # noqa: E731
+    scores, ids = normal(shape.T, shape.E).topk(shape.K)
+    return Batch(normal(shape.T, shape.H).bfloat16(), ids, scores.softmax(-1), normal(shape.T, shape.H).bfloat16())
+
+
+def make_experts(shape: Shape, device: torch.device) -> Experts:
+    """All experts, the same on every rank."""
+    g = torch.Generator(device).manual_seed(17)
+    normal = lambda *size: torch.randn(*size, generator=g, device=device).mul_(size[-1] ** -0.5).bfloat16()  # noqa: E731
+    return normal(shape.E, shape.I, shape.H), normal(shape.E, shape.I, shape.H), normal(shape.E, shape.H, shape.I)
+
+
+class GpuLayer:
+    """This rank's part of a layer over a group, or, without one, a layer of this rank alone."""
+
+    step_for_backward = False
+
+    def __init__(self, tokens: int, num_experts: int, top_k: int, experts: Experts, group: dist.ProcessGroup | None, saved: float) -> None:
+        from mok.kernels import memory
+        from mok.kernels.launch import Workspace
+
+        hidden, device = experts[0].shape[2], experts[0].device
+        size = 1 if group is None else dist.get_world_size(group)
+        layout = memory.backward_regions(tokens, hidden, num_experts, top_k, size)
+        view = memory.virtual_memory(layout, 1, device)[0] if group is None else memory.symmetric_memory(layout, group, device)
+        self.workspace = Workspace(view, tokens, hidden, top_k, device, timeout_s=60.0)
+        self.num_experts, self.experts = num_experts, experts
+        share = saved if size > 1 else 1.0
+        self.saved_rows = math.ceil(tokens * top_k * share / 128) * 128 + 128 * experts[0].shape[0]
+
+    def forward(self, batch: Batch, keep: bool = False, changes: dict[str, Any] | None = None) -> tuple[Tensor, Any]:
+        """The output, and with `keep` what `backward` needs. changes: fields of the plan."""
+        from mok.kernels import launch
+
+        schedule = launch.schedule(self.workspace, batch.ids_TK, self.num_experts)
+        out, saved = launch.forward(
+            self.workspace, schedule, batch.ids_TK, batch.weights_TK, batch.x_TH, *self.experts, self.num_experts,
+            save=keep, saved_rows=self.saved_rows if keep else 0, plan=_plan(launch.ForwardPlan, changes),
+        )  # fmt: skip
+        return out, (schedule, saved)
+
+    def backward(self, batch: Batch, kept: Any, changes: dict[str, Any] | None = None) -> list[Tensor]:
+        from mok.kernels import launch_backward
+
+        schedule, saved = kept
+        result = launch_backward.backward(
+            self.workspace, schedule, saved, batch.ids_TK, batch.d_y_TH, batch.x_TH, batch.weights_TK, *self.experts, self.num_experts,
+            plan=_plan(launch_backward.BackwardPlan, changes),
+        )  # fmt: skip
+        assert result.d_x_TH is not None and result.d_weights_TK is not None and result.experts is not None
+        return [result.d_x_TH, result.d_weights_TK, *result.experts]
+
+    def finish(self) -> None:
+        """Wait for the device and raise what ended a call."""
+        torch.cuda.synchronize()
+        self.workspace.check()
+
+
+def _plan(kind: Any, changes: dict[str, Any] | None) -> Any:
+    """A ForwardPlan or BackwardPlan with those of the changes that it has a field for."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return kind(**{name: value for name, value in (changes or {}).items() if name in names})
+
+
+class CpuLayer:
+    """The same on the CPU's executor. Its backward is a step: forward and backward."""
+
+    step_for_backward = True
+
+    def __init__(self, tokens: int, num_experts: int, top_k: int, experts: Experts, group: dist.ProcessGroup | None, saved: float) -> None:
+        self.num_experts, self.experts, self.group = num_experts, experts, group
+
+    def _call(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Sequence[Tensor]) -> Tensor:
+        return mok.moe(x_TH, ids_TK, weights_TK, *experts, num_experts=self.num_experts, group=self.group)
+
+    def forward(self, batch: Batch, keep: bool = False, changes: dict[str, Any] | None = None) -> tuple[Tensor, Any]:
+        with torch.no_grad():
+            return self._call(batch.x_TH, batch.ids_TK, batch.weights_TK, self.experts), None
+
+    def backward(self, batch: Batch, kept: Any, changes: dict[str, Any] | None = None) -> list[Tensor]:
+        x, weights, *experts = (t.detach().requires_grad_() for t in (batch.x_TH, batch.weights_TK, *self.experts))
+        return list(torch.autograd.grad(self._call(x, batch.ids_TK, weights, experts), [x, weights, *experts], batch.d_y_TH))
+
+    def finish(self) -> None: ...
+
+
+class Problem:
+    """A shape on this rank: experts, rotating inputs, the layer over all ranks and its rivals."""
+
+    def __init__(self, shape: Shape, device: torch.device, saved: float, padding: float, plans: dict[str, dict[str, Any]]) -> None:
+        self.shape, self.device, self.plans, self.turn = shape, device, plans, 0
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        if shape.E % self.size:
+            raise ValueError(f"E={shape.E}: must be a multiple of the number of ranks, {self.size}")
+        self.all_experts = make_experts(shape, device)
+        local = local_experts(shape.E, self.size, self.rank)
+        self.mine = slice(local.start, local.stop)
+        gate, up, down = (weight[self.mine] for weight in self.all_experts)
+        self.inputs = [make_batch(shape, self.rank, turn, device) for turn in range(INPUT_SETS)]
+        self.make_layer = GpuLayer if device.type == "cuda" else CpuLayer
+        self.saved = saved
+        self.layer = self.make_layer(shape.T, shape.E, shape.K, (gate, up, down), dist.group.WORLD, saved)
+        capacity = math.ceil(padding * shape.T * shape.K / self.size / 128) * 128
+        self.rivals = [ExchangedLayer(gate, up, down), ExchangedLayer(gate, up, down, capacity)]
+
+    def _in_turn(self, call: Callable[..., object], *sequences: Sequence[Any], **fixed: Any) -> Callable[[], object]:
+        """`call` with the elements of the next input set. All ranks take the same turns."""
+
+        def run() -> object:
+            self.turn = (self.turn + 1) % INPUT_SETS
+            return call(*(sequence[self.turn] for sequence in sequences), **fixed)
+
+        return run
+
+    def alone(self) -> tuple[Any, list[Batch]]:
+        """One GPU with this rank's tokens and as many experts as it holds here, which get as many rows as here."""
+        local = self.shape.E // self.size
+        layer = self.make_layer(self.shape.T, local, self.shape.K, self.layer.experts, None, self.saved)
+        return layer, [batch._replace(ids_TK=batch.ids_TK % local) for batch in self.inputs]
+
+    def check(self, directions: Sequence[str]) -> tuple[dict[str, float], list[str]]:
+        """Relative errors by direction and rival, and what is wrong on this rank. Every rank makes all the calls, whatever it finds."""
+        shape, batch = self.shape, self.inputs[0]
+        tokens = slice(self.rank * shape.T, (self.rank + 1) * shape.T)
+        parts = [make_batch(shape, rank, 0, self.device) for rank in range(self.size)]
+        whole = Batch(*(torch.cat(values) for values in zip(*parts, strict=True)))
+        one = self.make_layer(self.size * shape.T, shape.E, shape.K, self.all_experts, None, self.saved)
+        backward = "bwd" in directions
+        errors: dict[str, float] = {}
+        problems: list[str] = []
+
+        def same(got: Sequence[Tensor], want: Sequence[Tensor], names: Sequence[str], what: str) -> None:
+            if difference := checks.first_difference(got, want, [f"{name} of {what}" for name in names]):
+                problems.append(difference)
+
+        first, kept = self.layer.forward(batch, backward)
+        same([self.layer.forward(batch, backward)[0]], [first], ["out"], "a second run")
+        for label, changes in self.plans.items():
+            same([self.layer.forward(batch, backward, changes)[0]], [first], ["out"], label)
+        self.layer.finish()
+        want, kept_alone = one.forward(whole, backward)
+        one.finish()
+        same([first], [want[tokens]], ["out"], "one GPU")
+        errors["fwd"] = checks.forward_error(first, *batch[:3], self.all_experts)
+
+        if backward:
+            got = self.layer.backward(batch, kept)
+            same(self.layer.backward(batch, kept), got, NAMES, "a second run")
+            for label, changes in self.plans.items():
+                same(self.layer.backward(batch, kept, changes), got, NAMES, label)
+            self.layer.finish()
+            wanted = one.backward(whole, kept_alone)
+            one.finish()
+            own = [tokens, tokens, self.mine, self.mine, self.mine]
+            same(got, [value[part] for value, part in zip(wanted, own, strict=True)], NAMES, "one GPU")
+            del wanted
+            error = checks.token_gradient_error(got[0], got[1], *batch, self.all_experts)
+            of_first = [grad[0] for grad in got[2:]]
+            errors["bwd"] = max(error, checks.expert_gradient_error(of_first, self.mine.start, *whole, self.all_experts))
+
+        for rival in self.rivals:
+            if backward:
+                d_x, d_weights, d_both, d_down = rival.step(*batch)
+                d_gate, d_up = d_both.chunk(2, dim=1)
+                theirs = [d_x, d_weights, d_gate, d_up, d_down]
+                errors[rival.name] = max(checks.relative_error(a, b) for a, b in zip(theirs, got, strict=True))
+            else:
+                with torch.no_grad():
+                    errors[rival.name] = checks.relative_error(rival(*batch[:3]), first)
+        limits = {rival.name: 2 * checks.LIMIT for rival in self.rivals}
+        problems += [f"{name}: relative error {e:.1e}" for name, e in errors.items() if not e < limits.get(name, checks.LIMIT)]
+        return errors, problems
+
+    def time(self, direction: str, repeats: int) -> dict[str, float]:
+        """Milliseconds on the slowest rank: "mok", "alone" (one GPU), "cublas" (forward only), and the rivals by name."""
+        alone, inputs_alone = self.alone()
+        columns = [list(column) for column in zip(*self.inputs, strict=True)]  # x, ids, weights, d_y
+        contestants: dict[str, Callable[[], object]] = {}
+        backward = direction == "bwd"
+        if not backward or self.layer.step_for_backward:
+            contestants["mok"] = self._in_turn(self.layer.forward, self.inputs)
+            contestants["alone"] = self._in_turn(alone.forward, inputs_alone)
+        if not backward:
+            for label, changes in self.plans.items():
+                contestants[label] = self._in_turn(self.layer.forward, self.inputs, changes=changes)
+            for rival in self.rivals:
+                contestants[rival.name] = self._in_turn(rival, *columns[:3])
+            contestants["cublas"] = dense_products(self.shape.T * self.shape.K, self.shape.H, self.shape.I, self.device)
+        else:
+            suffix = " step" if self.layer.step_for_backward else ""
+            kept = [self.layer.forward(batch, True)[1] for batch in self.inputs]
+            kept_alone = [alone.forward(batch, True)[1] for batch in inputs_alone]
+            contestants[f"mok{suffix}"] = self._in_turn(self.layer.backward, self.inputs, kept)
+            contestants[f"alone{suffix}"] = self._in_turn(alone.backward, inputs_alone, kept_alone)
+            for label, changes in self.plans.items():
+                contestants[label] = self._in_turn(self.layer.backward, self.inputs, kept, changes=changes)
+            for rival in self.rivals:
+                contestants[rival.name] = self._in_turn(rival, *columns[:3])
+                contestants[f"{rival.name} step"] = self._in_turn(rival.step, *columns)
+        with torch.set_grad_enabled(backward):
+            ms = ranks.slowest(medians(contestants, repeats, align=dist.barrier), self.device)
+        self.layer.finish()
+        for name in [name for name in ms if name.endswith(" step")]:
+            ms[name.removesuffix(" step")] = ms.pop(name) - ms[name.removesuffix(" step")]
+        return ms
+
+
+def row_of(name: str, shape: Shape, size: int, direction: str, ms: dict[str, float], rivals: Sequence[str], saved: float) -> dict[str, Any]:
+    work = (6 if direction == "fwd" else 12) * shape.T * shape.K * shape.H * shape.I * 1e-9
+    best = min(ms[rival] for rival in rivals)
+    row: dict[str, Any] = dict(
+        suite="ep", shape=name, **shape._asdict(), ep=size, precision="bf16", direction=direction, ms=round(ms["mok"], 4),
+        tflops=round(work / ms["mok"], 1), alone_ms=round(ms["alone"], 4), alone_tflops=round(work / ms["alone"], 1),
+        baselines={rival: dict(ms=round(ms[rival], 4), tflops=round(work / ms[rival], 1)) for rival in rivals},
+        ratio=round(best / ms["mok"], 3),
+    )  # fmt: skip
+    if direction == "fwd":
+        row["cublas_tflops"] = round(work / ms["cublas"], 1)
+    else:
+        row["saved"] = saved
+    return row
+
+
+def line_of(row: dict[str, Any], error: float) -> str:
+    shape = " ".join(f"{letter}{row[letter]}" for letter in "THIEK")
+    rivals = ", ".join(f"{name} {value['tflops']}" for name, value in row["baselines"].items())
+    cublas = f", cuBLAS {row['cublas_tflops']}" if "cublas_tflops" in row else ""
+    return (
+        f"{row['shape']:14} {row['direction']} EP {row['ep']} {shape}: {row['ms']:.3f} ms, {row['tflops']} TFLOP/s per GPU, "
+        f"{row['ratio']:.2f} x the better of {rivals}; one GPU {row['alone_tflops']}, of which {row['alone_ms'] / row['ms']:.0%} are kept"
+        f"{cublas}; same bits as one GPU, relative error {error:.1e}"
+    )  # fmt: skip
+
+
+def measure(options: argparse.Namespace, shapes: dict[str, Shape], device: torch.device) -> int:
+    """All shapes on this rank; rank 0 prints and writes. 1 if a check failed."""
+    rows: list[dict[str, Any]] = []
+    failed = 0
+    directions = options.directions.split(",")
+    for name in options.shapes.split(",") if options.shapes else shapes:
+        problem = Problem(shapes[name], device, options.saved, options.padding, options.plans)
+        errors, problems = problem.check(directions)
+        wrong = ranks.first_problem("; ".join(problems))
+        if wrong:  # no speed of what is wrong
+            failed = 1
+            if problem.rank == 0:
+                print(f"{name}: {wrong}", flush=True)
+            continue
+        for direction in directions:
+            ms = problem.time(direction, options.repeats)
+            row = row_of(name, problem.shape, problem.size, direction, ms, [rival.name for rival in problem.rivals], options.saved)
+            rows.append(row)
+            if problem.rank == 0:
+                others = "".join(f"; {label} {ms[label]:.3f} ms" for label in options.plans)
+                print(line_of(row, errors[direction]) + others, flush=True)
+                if options.out:
+                    report.write(options.out, rows, options.commit)
+        del problem
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return failed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(prog="mok.bench.ep", description=(__doc__ or "").partition("\n")[0])
+    cuda = torch.cuda.is_available()
+    shapes = SHAPES if cuda else TINY
+    parser.add_argument("--ranks", type=int, default=2, help="processes, one GPU each; a launcher's number wins")
+    parser.add_argument("--shapes", default="", help=f"some of {','.join(shapes)}; all by default")
+    parser.add_argument("--directions", default="fwd,bwd")
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--saved", type=float, default=1.25, help="rows whose gate and up are saved, as a multiple of a balanced load")
+    parser.add_argument("--padding", type=float, default=1.25, help="capacity of the padded baseline, likewise")
+    parser.add_argument("--plans", type=json.loads, default={}, help="JSON: name -> changed fields of ForwardPlan and BackwardPlan")
+    parser.add_argument("--limit", type=float, default=570.0, help="seconds after which all processes are ended")
+    parser.add_argument("--commit", default="", help="the commit measured, where there is no git repository")
+    parser.add_argument("--out")
+    options = parser.parse_args(arguments)
+    for name in filter(None, options.shapes.split(",")):
+        if name not in shapes:
+            parser.error(f"--shapes={name}: must be some of {','.join(shapes)}")
+    for direction in options.directions.split(","):
+        if direction not in DIRECTIONS:
+            parser.error(f"--directions={direction}: must be some of {','.join(DIRECTIONS)}")
+    if not ranks.launched():
+        if cuda and torch.cuda.device_count() < options.ranks:
+            parser.error(f"--ranks={options.ranks}: there are {torch.cuda.device_count()} GPUs")
+        return ranks.launch("mok.bench.ep", arguments, options.ranks, options.limit)
+    rank, size, device = ranks.join(options.limit)
+    if rank == 0:
+        print(f"{size} ranks, {report.headline()}", flush=True)
+    code = measure(options, shapes, device)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # whatever a library still holds open must not keep a rank alive
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""The object that a suite writes: where, of what sources, when, and its rows."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _git(*arguments: str) -> str:
+    try:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout
+    except FileNotFoundError:
+        return ""
+
+
+def commit() -> str:
+    """The commit that is checked out; empty outside a repository."""
+    return _git("rev-parse", "HEAD").strip()
+
+
+def sources_sha256() -> str:
+    """sha256 over the package's tracked Python files (outside a repository: all), in the C order of their names, concatenated."""
+    files = _git("ls-files", "mok").split() or [str(p.relative_to(ROOT)) for p in (ROOT / "mok").rglob("*.py")]
+    digest = hashlib.sha256()
+    for name in sorted((f for f in files if f.endswith(".py")), key=lambda n: n.encode()):
+        digest.update((ROOT / name).read_bytes())
+    return digest.hexdigest()
+
+
+def machine() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def version(package: str) -> str:
+    """Of an installed package; empty if it is not."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def document(rows: Sequence[dict[str, Any]], of_commit: str = "") -> dict[str, Any]:
+    return dict(
+        machine=machine(), torch=torch.__version__, triton=version("triton"), commit=of_commit or commit(),
+        sources_sha256=sources_sha256(), date=datetime.date.today().isoformat(), rows=list(rows),
+    )  # fmt: skip
+
+
+def write(path: str | Path, rows: Sequence[dict[str, Any]], of_commit: str = "") -> None:
+    Path(path).write_text(json.dumps(document(rows, of_commit), indent=1) + "\n")
+
+
+def headline() -> str:
+    return f"{machine()}, torch {torch.__version__}, triton {version('triton') or 'none'}"

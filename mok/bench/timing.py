@@ -1,0 +1,57 @@
+"""Milliseconds of contestants that take turns, so that the card's temperature and its neighbours are shared."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def _device_times(run: Callable[[], object], count: int) -> list[float]:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    events[0].record()
+    for event in events[1:]:
+        run()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+
+
+def _host_times(run: Callable[[], object], count: int) -> list[float]:
+    times = [time.perf_counter()]
+    for _ in range(count):
+        run()
+        times.append(time.perf_counter())
+    return [1e3 * (b - a) for a, b in itertools.pairwise(times)]
+
+
+def medians(
+    contestants: dict[str, Callable[[], object]],
+    repeats: int = 60,
+    warmup: int = 8,
+    round_of: int = 10,
+    align: Callable[[], object] | None = None,
+) -> dict[str, float]:
+    """Milliseconds of each, taken in turns of `round_of`: between CUDA events where there is a GPU, else by the host's clock.
+
+    align: called before every turn; ranks meet there.
+    """
+    cuda = torch.cuda.is_available()
+    settle = torch.cuda.synchronize if cuda else lambda: None
+    for run in contestants.values():
+        for _ in range(warmup):
+            run()
+    settle()
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(-(-repeats // round_of)):
+        for name, run in contestants.items():
+            if align:
+                align()
+                settle()
+            for _ in range(round_of // 2):  # the card settles after the one before
+                run()
+            times[name] += (_device_times if cuda else _host_times)(run, round_of)
+    return {name: statistics.median(values) for name, values in times.items()}
