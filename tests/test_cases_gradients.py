@@ -149,6 +149,31 @@ def test_main_grad_of_a_layer(kind, size, autocast):
         assert_close(fused, plain, 2**-7 if autocast else 1e-5)
 
 
+def test_main_grad_of_shared_experts():
+    """The sum that `.grad` rounds to bf16; prefilled it is added to. A frozen one is left alone, a wrong one named."""
+    config = mok.MoEConfig(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2, num_shared_experts=1, shared_gate=True)
+    x, d_out = torch.randn(2, 300, 16, dtype=torch.bfloat16)
+    plain = build(config, dtype=torch.bfloat16)
+    plain(x).backward(d_out)
+    layer = build(config, dtype=torch.bfloat16)
+    names = ("gate_SH", "up_SH", "down_HS")
+    mains = {name: torch.zeros(getattr(layer.shared, name).shape) for name in names}
+    for name in names:
+        getattr(layer.shared, name).main_grad = mains[name]
+    layer(x).backward(d_out)
+    for name in names:
+        assert getattr(layer.shared, name).grad is None
+        assert torch.equal(mains[name].bfloat16(), getattr(plain.shared, name).grad) and not torch.equal(mains[name].bfloat16().float(), mains[name])
+    once = {name: main.clone() for name, main in mains.items()}
+    layer.shared.up_SH.requires_grad_(False)
+    layer(x).backward(d_out)
+    assert_equal(mains, {"gate_SH": 2 * once["gate_SH"], "up_SH": once["up_SH"], "down_HS": 2 * once["down_HS"]})
+    assert torch.equal(layer.shared.output_gate_H.grad, 2 * plain.shared.output_gate_H.grad)  # no main_grad, so in .grad
+    layer.shared.gate_SH.main_grad = torch.zeros(16, 8)
+    with pytest.raises(ValueError, match=r"shared.gate_SH.main_grad is torch.float32 \(16, 8\): must be torch.float32 \(8, 16\)"):
+        layer(x)
+
+
 # ---- frozen inputs ----
 
 CHOICES = [tuple(name for i, part in enumerate((("x",), ("weights",), EXPERTS)) for name in part if n >> i & 1) for n in range(8)]
