@@ -22,13 +22,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 from mok import ops
 from mok.config import MoEConfig, Tuning
-from mok.executor import row_linear, row_swiglu, wide_dtype
+from mok.executor import row_linear, row_swiglu, row_swiglu_gradients, wide_dtype
 from mok.fabric import HostFabric, host_fabric
 from mok.ops import Inputs, MainGrads, Problem
 from mok.router import Router, Routing, balance_loss, row_sigmoid, scale_rows
 from mok.schedule import local_experts
 
 Group = dist.ProcessGroup | DeviceMesh | HostFabric | None
+
+COMPILED_MAIN_GRAD = "main_grad: cannot be accumulated into under torch.compile on the CPU; leave the attribute away"
 
 
 class _RoutedExperts(torch.autograd.Function):
@@ -130,7 +132,7 @@ def _routed_cpu(
     x, weights = inputs.x, inputs.weights
     if torch.compiler.is_compiling():
         if any(main is not None for main in main_grads):
-            raise ValueError("main_grad: cannot be accumulated into under torch.compile on the CPU; leave the attribute away")
+            raise ValueError(COMPILED_MAIN_GRAD)
         name = "" if group.process_group is None else group.process_group.group_name
         settings = (name, num_experts, clamp, tuning.minibatch, tuning.macrobatch, tuning.timeout_s, torch.is_grad_enabled())
         return ops.cpu_forward(x, inputs.ids, weights, inputs.gate, inputs.up, inputs.down, shared, *settings)
@@ -164,21 +166,25 @@ def _routed_gpu(
         if size % 16:
             raise ValueError(f"{name}={size}: must be a multiple of 16 on a GPU")
     mains = [main for main in main_grads if main is not None]
-    if len(mains) not in (0, 3):
-        raise ValueError("main_grad: on a GPU, gate_EIH, up_EIH and down_EHI must all have one or none")
+    shared_mains: list[Tensor] = []
     matrices = scale = shared_clamp = None
+    trained = any(w.requires_grad for w in (inputs.gate, inputs.up, inputs.down))
     if shared_experts is not None:
-        parameters = (shared_experts.gate_SH, shared_experts.up_SH, shared_experts.down_HS)
-        gate, up, down = _autocast(*parameters)
+        gate, up, down = _autocast(*shared_experts.matrices)
         matrices, shared_clamp = (gate, up, down), shared_experts.clamp
-        shared_mains = [main for main in map(_main_grad, parameters) if main is not None]
-        if len(shared_mains) != len(mains):
-            raise ValueError("main_grad: on a GPU, the routed and the shared experts must all have one or none")
-        mains += shared_mains
+        shared_mains = [main for main in shared_experts.main_grads() if main is not None]
         scale = shared_experts.scale(x)
+        if trained and any(w.requires_grad for w in matrices) and len(shared_mains) != len(mains):
+            raise ValueError("main_grad: on a GPU, the routed and the shared experts must all have one or none")
+    if len(mains) not in (0, 3) or len(shared_mains) not in (0, 3):
+        raise ValueError("main_grad: on a GPU, the gate, up and down matrices must all have one or none")
+    if any(main.dtype != torch.float32 or not main.is_contiguous() for main in (*mains, *shared_mains)):
+        raise ValueError("main_grad: on a GPU, must be torch.float32 and contiguous")
     experts = (inputs.gate.contiguous(), inputs.up.contiguous(), inputs.down.contiguous())
     arguments = (x.contiguous(), inputs.ids.to(torch.int64).contiguous(), inputs.weights.contiguous(), experts)
-    return autograd.layer(*arguments, matrices, scale, shared, mains, num_experts, clamp, shared_clamp, group.process_group, tuning)
+    return autograd.layer(
+        *arguments, matrices, scale, shared, mains, shared_mains, num_experts, clamp, shared_clamp, group.process_group, tuning
+    )
 
 
 def moe(
@@ -273,6 +279,29 @@ class _FanOut(torch.autograd.Function):
         return total.to(ctx.dtype), None
 
 
+class _SwigluIntoMainGrads(torch.autograd.Function):
+    """`row_swiglu` on the CPU, with weight gradients added, unrounded, into main_grads where there are some."""
+
+    @staticmethod
+    def forward(ctx, x, gate, up, down, clamp, mains):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, gate, up, down)
+        ctx.rest = (clamp, mains)
+        return row_swiglu(x, gate, up, down, clamp)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_out):  # type: ignore[no-untyped-def]
+        clamp, mains = ctx.rest
+        x, *weights = ctx.saved_tensors
+        d_x, sums = row_swiglu_gradients(d_out, x, *weights, clamp)
+        gradients = []
+        for weight, main, total in zip(weights, mains, (sums.gate, sums.up, sums.down), strict=True):
+            gradients.append(total.to(weight.dtype) if main is None else None)
+            if main is not None:
+                main.add_(total)
+        return d_x, *gradients, None, None
+
+
 class SharedExperts(nn.Module):
     """The shared experts as one SwiGLU of width S, on every token. Parameters gate_SH, up_SH, down_HS and, with a gate, output_gate_H."""
 
@@ -285,10 +314,33 @@ class SharedExperts(nn.Module):
         self.down_HS = nn.Parameter(torch.empty(hidden, width, dtype=dtype, device=device))
         self.output_gate_H = nn.Parameter(torch.empty(hidden, dtype=dtype, device=device)) if config.shared_gate else None
 
+    @property
+    def matrices(self) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
+        return self.gate_SH, self.up_SH, self.down_HS
+
+    def main_grads(self) -> MainGrads:
+        """Of the three matrices.
+
+        Raises:
+            ValueError: a `main_grad` of another shape than its parameter, or not fp32 (or fp64).
+        """
+        mains = [_main_grad(matrix) for matrix in self.matrices]
+        for name, matrix, main in zip(("gate_SH", "up_SH", "down_HS"), self.matrices, mains, strict=True):
+            if main is not None and (main.shape != matrix.shape or main.dtype not in (torch.float32, torch.float64)):
+                wanted = f"torch.float32 {tuple(matrix.shape)}"
+                raise ValueError(f"shared.{name}.main_grad is {main.dtype} {tuple(main.shape)}: must be {wanted}")
+        return mains[0], mains[1], mains[2]
+
     def forward(self, x_TH: Tensor) -> Tensor:
         """[T, H] in fp32 (fp64 for fp64): the term that combine adds first."""
-        x_TH, gate, up, down = _autocast(x_TH, self.gate_SH, self.up_SH, self.down_HS)
-        out = row_swiglu(x_TH, gate, up, down, self.clamp)
+        x_TH, gate, up, down = _autocast(x_TH, *self.matrices)
+        mains = self.main_grads()
+        if x_TH.is_cuda or all(main is None for main in mains):
+            out = row_swiglu(x_TH, gate, up, down, self.clamp)
+        elif torch.compiler.is_compiling():
+            raise ValueError(COMPILED_MAIN_GRAD)
+        else:
+            out = _SwigluIntoMainGrads.apply(x_TH, gate, up, down, self.clamp, mains)
         scale = self.scale(x_TH)
         return out if scale is None else scale_rows(out, scale)
 
@@ -311,6 +363,9 @@ class MoE(nn.Module):
 
     All ranks of a group build the layer with the same seed: replicated parameters must be equal, and an expert's first weights depend on
     the seed and its index, not on the number of ranks.
+
+    Where a gate, up or down matrix of the experts, routed or shared, has an attribute `main_grad` (fp32, same shape), its gradient is
+    added into that, unrounded, and `.grad` stays None. Those of the router and of the shared experts' output gate stand in `.grad`.
 
     Args:
         config: the problem.

@@ -163,7 +163,8 @@ def test_main_grad_of_shared_experts():
     layer(x).backward(d_out)
     for name in names:
         assert getattr(layer.shared, name).grad is None
-        assert torch.equal(mains[name].bfloat16(), getattr(plain.shared, name).grad) and not torch.equal(mains[name].bfloat16().float(), mains[name])
+        narrow = mains[name].bfloat16()
+        assert torch.equal(narrow, getattr(plain.shared, name).grad) and not torch.equal(narrow.float(), mains[name])
     once = {name: main.clone() for name, main in mains.items()}
     layer.shared.up_SH.requires_grad_(False)
     layer(x).backward(d_out)

@@ -29,21 +29,20 @@ def compare(name: str) -> None:
     import mok
     from mok import executor
     from mok.kernels import autograd
-    from mok.kernels.ops import number_of
 
-    hidden, width, experts, top_k, shared_width, clamp, gated, with_term = CASES[name]
+    hidden, width, num_experts, top_k, shared_width, clamp, gated, with_term = CASES[name]
     tokens, tuning = 70, mok.Tuning(num_sms=2, minibatch=128, macrobatch=512, saved_rows=256)
     torch.manual_seed(0)
 
     def bf16(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(*shape) * scale).bfloat16()
 
-    ids = torch.rand(tokens, experts).argsort(1)[:, :top_k].contiguous()
+    ids = torch.rand(tokens, num_experts).argsort(1)[:, :top_k].contiguous()
     ids[3, 0] = -1
     tensors = {
         "x": bf16(tokens, hidden), "weights": torch.randn(tokens, top_k),
-        "gate": bf16(experts, width, hidden, scale=hidden**-0.5), "up": bf16(experts, width, hidden, scale=hidden**-0.5),
-        "down": bf16(experts, hidden, width, scale=width**-0.5),
+        "gate": bf16(num_experts, width, hidden, scale=hidden**-0.5), "up": bf16(num_experts, width, hidden, scale=hidden**-0.5),
+        "down": bf16(num_experts, hidden, width, scale=width**-0.5),
     }  # fmt: skip
     if shared_width:
         tensors["shared_gate"], tensors["shared_up"] = (bf16(shared_width, hidden, scale=hidden**-0.5) for _ in range(2))
@@ -57,11 +56,10 @@ def compare(name: str) -> None:
     del poison
 
     got = {key: value.clone().requires_grad_() for key, value in tensors.items()}
-    workspace = autograd.workspace_for(None, torch.device("cpu"), tokens, hidden, top_k, experts, tuning)
-    shared = [got.get(key) for key in ("shared_gate", "shared_up", "shared_down", "scale", "term")]
-    out, counts, *_ = autograd.gpu_layer(
-        got["x"], ids, got["weights"], got["gate"], got["up"], got["down"], *shared, [], number_of(workspace), experts, clamp, None,
-        autograd.rows_to_save(tuning, tokens, top_k, 1, experts), autograd.knobs_of(tuning),
+    experts = tuple(got[key] for key in ("gate", "up", "down"))
+    shared = tuple(got[key] for key in ("shared_gate", "shared_up", "shared_down")) if shared_width else None
+    out, counts = autograd.layer(
+        got["x"], ids, got["weights"], experts, shared, got.get("scale"), got.get("term"), [], [], num_experts, clamp, None, None, tuning
     )  # fmt: skip
     out.backward(d_out)
 
@@ -74,7 +72,7 @@ def compare(name: str) -> None:
     expected = mok.moe(want["x"], ids, want["weights"], want["gate"], want["up"], want["down"], shared=first, clamp=clamp)
     expected.backward(d_out)
 
-    assert counts.tolist() == torch.bincount(ids[ids >= 0], minlength=experts).tolist()
+    assert counts.tolist() == torch.bincount(ids[ids >= 0], minlength=num_experts).tolist()
     pairs = {"out": (out, expected), **{f"d_{key}": (got[key].grad, want[key].grad) for key in tensors}}
     for key, (a, b) in pairs.items():
         error = float((a.double() - b.double()).norm() / b.double().norm())

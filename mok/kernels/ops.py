@@ -1,7 +1,9 @@
-"""The kernels' calls as torch.library operators, so that torch.compile keeps them in its graph.
+"""The GPU's workspaces and the operators on them: one set for `mok.MoE` (differentiable) and `mok.functional` (plain), kept whole by
+torch.compile.
 
 A workspace enters a graph as a number, because its memory outlives the graph and no tensor of it is an operand. What an operator writes
-there is read by no other operator of the graph, except through tensors that the graph sees.
+there is read by no other operator, except through tensors that the graph sees. A plan is a list [num_sms, tiles per minibatch, tiles of the
+ring].
 
 Legend: T tokens of this rank, H hidden, I intermediate, E experts in all, L experts of this rank, K choices per token, S width of the
 shared experts, C rows whose gate and up are saved.
@@ -9,25 +11,60 @@ shared experts, C rows whose gate and up are saved.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import weakref
 
 import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from mok.kernels import launch
-from mok.kernels.launch import ForwardPlan, Workspace
+from mok.config import TILE_M
+from mok.kernels import launch, launch_backward, memory
+from mok.kernels.forward import forward_kernel
+from mok.kernels.launch import ForwardPlan, Saved, Workspace
+from mok.kernels.launch_backward import BackwardPlan, Needs
 from mok.kernels.schedule import DeviceSchedule, max_tiles, schedule_sizes
+from mok.kernels.signals import peer_address
 from mok.schedule import local_experts
+
+BEST_MINIBATCH_TILES = 16  # measured: larger ones lose the L2 cache
+KEPT = 5  # tensors that the forward returns for the backward: gate, up, and the shared experts' gate, up and output
+
+# ---- workspaces ----
 
 _numbers: dict[int, weakref.ref[Workspace]] = {}
 
 
-def number_of(workspace: Workspace) -> int:
-    """The number that stands for a workspace in operators."""
-    if workspace.number is None:
-        workspace.number = len(_numbers)
-        _numbers[workspace.number] = weakref.ref(workspace)
-    return workspace.number
+def make_workspace(
+    group: dist.ProcessGroup | None, device: torch.device, tokens: int, hidden: int, top_k: int, num_experts: int, timeout_s: float,
+    num_sms: int,
+) -> Workspace:  # fmt: skip
+    """Memory for forward and backward of at most `tokens` tokens of any rank (ranks may differ) and up to num_experts experts; collective.
+
+    Raises:
+        ValueError: ranks that disagree on H, K or E; the same on every rank.
+    """
+    everyone = [(tokens, hidden, top_k, num_experts)]
+    alone = group is None or dist.get_world_size(group) == 1
+    if not alone:
+        everyone *= dist.get_world_size(group)
+        dist.all_gather_object(everyone, everyone[0], group=group)
+        for position, name in ((1, "hidden_size"), (2, "top_k"), (3, "num_experts")):
+            values = [shape[position] for shape in everyone]
+            if len(set(values)) > 1:
+                listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+                raise ValueError(f"{name} must be equal on all ranks of the group ({listed})")
+    most = max(shape[0] for shape in everyone)
+    layout = memory.backward_regions(most, hidden, num_experts, top_k, len(everyone))
+    with _on(device):
+        view = memory.virtual_memory(layout, 1, device)[0] if alone else memory.symmetric_memory(layout, group, device)
+        workspace = Workspace(view, most, hidden, top_k, device, timeout_s, num_sms)
+    workspace.number = len(_numbers)
+    _numbers[workspace.number] = weakref.ref(workspace)
+    return workspace
 
 
 def workspace_of(number: int) -> Workspace:
@@ -37,57 +74,212 @@ def workspace_of(number: int) -> Workspace:
     return workspace
 
 
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Launch on this device; the interpreter's is the CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def plan_of(num_sms: int, minibatch: int, macrobatch: int) -> list[int]:
+    return [num_sms, min(minibatch // TILE_M, BEST_MINIBATCH_TILES), macrobatch // TILE_M]
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """As the copy engine reads it: contiguous, from a multiple of 16 bytes on."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
+def _three(gate: Tensor | None, up: Tensor | None, down: Tensor | None) -> tuple[Tensor, Tensor, Tensor] | None:
+    return None if gate is None or up is None or down is None else (gate, up, down)
+
+
+# ---- schedule ----
+
+
+@triton.jit
+def sum_counts_kernel(counts_ptrs, total_ptr, E, R: tl.constexpr, BLOCK: tl.constexpr):
+    """total[e] = routes of the whole group to expert e, int64."""
+    experts = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.int64)
+    for rank in range(R):
+        total += tl.load(peer_address(counts_ptrs, rank, tl.int32) + experts, mask=experts < E, other=0).to(tl.int64)
+    tl.store(total_ptr + experts, total, mask=experts < E)
+
+
+def make_schedule(inner: Workspace, ids: Tensor, num_experts: int) -> list[Tensor]:
+    with _on(inner.device):
+        rows = launch.schedule(inner, ids, num_experts)
+        # Between this schedule's barriers and the next one's, every rank's counts stand where it wrote them.
+        total = torch.empty(num_experts, dtype=torch.int64, device=ids.device)
+        view = inner.memory
+        sum_counts_kernel[(triton.cdiv(num_experts, 256),)](view.addresses["counts"], total, num_experts, R=view.size, BLOCK=256)
+    return [*vars(rows).values(), total]
+
+
+def fake_schedule(inner: Workspace, ids: Tensor, num_experts: int) -> list[Tensor]:
+    ranks = inner.memory.size
+    local = len(local_experts(num_experts, ranks, inner.memory.rank))
+    sizes = schedule_sizes(max_tiles(inner.max_tokens, inner.top_k, ranks, local), local)
+    return [*(ids.new_empty(size, dtype=torch.int32) for size in sizes), ids.new_empty(num_experts, dtype=torch.int64)]
+
+
 @torch.library.custom_op("mok::gpu_schedule", mutates_args=())
-def gpu_schedule(top_experts: Tensor, workspace: int, num_experts: int) -> list[Tensor]:
-    """The fields of a DeviceSchedule."""
-    inner = workspace_of(workspace)
-    with torch.cuda.device(inner.device):
-        return list(vars(launch.schedule(inner, top_experts, num_experts)).values())
+def gpu_schedule(ids: Tensor, workspace: int, num_experts: int) -> list[Tensor]:
+    """The fields of a DeviceSchedule, then int64 [E], the routes of the whole group to each expert. ids: int64 [T, K], contiguous."""
+    return make_schedule(workspace_of(workspace), ids, num_experts)
 
 
 @gpu_schedule.register_fake
-def _(top_experts: Tensor, workspace: int, num_experts: int) -> list[Tensor]:
-    inner = workspace_of(workspace)
-    size = inner.memory.size
-    num_local = len(local_experts(num_experts, size, inner.memory.rank))
-    sizes = schedule_sizes(max_tiles(inner.max_tokens, inner.top_k, size, num_local), num_local)
-    return [top_experts.new_empty(count, dtype=torch.int32) for count in sizes]
+def _(ids: Tensor, workspace: int, num_experts: int) -> list[Tensor]:
+    return fake_schedule(workspace_of(workspace), ids, num_experts)
+
+
+# ---- forward ----
 
 
 @torch.library.custom_op("mok::gpu_forward", mutates_args=())
 def gpu_forward(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    shared_gate: Tensor | None,
+    shared_up: Tensor | None,
+    shared_down: Tensor | None,
+    shared_scale: Tensor | None,
+    term: Tensor | None,
+    main_grads: list[Tensor],
+    shared_main_grads: list[Tensor],
+    schedule: list[Tensor],
     workspace: int,
     num_experts: int,
-    schedule: list[Tensor],
-    top_experts: Tensor,
-    weights: Tensor,
-    x: Tensor,
-    experts: list[Tensor],
-    shared: list[Tensor],
     clamp: float | None,
     shared_clamp: float | None,
-    shared_scale: Tensor | None,
     saved_rows: int,
-    save: bool,
     plan: list[int],
 ) -> list[Tensor]:
-    """-> output; with `save` also gate and up [C, I], shared gate and up [T, S]. plan: num_sms, tiles per minibatch and ring."""
-    inner, cut = workspace_of(workspace), ForwardPlan(num_sms=plan[0], minibatch_tiles=plan[1], ring_tiles=plan[2])
-    with torch.cuda.device(inner.device):
+    """out [T, H]; then gate and up [C, I], the shared experts' gate and up [T, S], and with a shared_scale their output [T, H].
+
+    term: [T, H], bf16 or fp32, what combine adds first in place of shared experts. schedule: the fields of a DeviceSchedule, or nothing;
+    then it is made here, by ids, and what `gpu_schedule` returns comes last. saved_rows -1: nothing is kept for a backward, and its tensors
+    have no elements. main_grads and shared_main_grads wait for the backward.
+    """
+    inner = workspace_of(workspace)
+    made = [] if schedule else make_schedule(inner, ids, num_experts)
+    rows, x = DeviceSchedule(*(schedule or made[:-1])), _aligned(x)
+    cut = ForwardPlan(num_sms=plan[0], minibatch_tiles=plan[1], ring_tiles=plan[2])
+    shared_out = torch.empty_like(x) if shared_scale is not None and saved_rows >= 0 else None
+    with _on(inner.device):
         out, saved = launch.forward(
-            inner, DeviceSchedule(*schedule), top_experts, weights, x, *experts, num_experts,
-            shared=(shared[0], shared[1], shared[2]) if shared else None, clamp=clamp, shared_clamp=shared_clamp,
-            shared_scale_T=shared_scale, saved_rows=saved_rows, save=save, plan=cut,
+            inner, rows, ids, weights, x, gate, up, down, num_experts, shared=_three(shared_gate, shared_up, shared_down), clamp=clamp,
+            shared_clamp=shared_clamp, shared_scale_T=shared_scale, saved_rows=max(saved_rows, 0), save=saved_rows >= 0, plan=cut,
+            shared_out_TH=shared_out, term_TH=term,
         )  # fmt: skip
-    return [out, *(vars(saved).values() if saved else ())]
+    kept = [x.new_empty(0) for _ in range(KEPT - 1)] if saved is None else list(vars(saved).values())
+    return [out, *kept, x.new_empty(0) if shared_out is None else shared_out, *made]
 
 
 @gpu_forward.register_fake
-def _(
-    workspace: int, num_experts: int, schedule: list[Tensor], top_experts: Tensor, weights: Tensor, x: Tensor, experts: list[Tensor],
-    shared: list[Tensor], clamp: float | None, shared_clamp: float | None, shared_scale: Tensor | None, saved_rows: int, save: bool,
+def _(x, ids, weights, gate, up, down, shared_gate, shared_up, shared_down, shared_scale, term, mains, shared_mains, schedule, *rest):  # type: ignore[no-untyped-def]
+    workspace, num_experts, _, _, saved_rows, _ = rest
+    kept = [(0,)] * KEPT
+    if saved_rows >= 0:
+        shared_width = max(0 if shared_gate is None else shared_gate.shape[0], 8)
+        kept = [(saved_rows, gate.shape[1])] * 2 + [(x.shape[0], shared_width)] * 2 + [(0,) if shared_scale is None else x.shape]
+    made = [] if schedule else fake_schedule(workspace_of(workspace), ids, num_experts)
+    return [x.new_empty(x.shape), *(x.new_empty(shape) for shape in kept), *made]
+
+
+@torch.library.custom_op("mok::gpu_shared_gate_up", mutates_args=())
+def gpu_shared_gate_up(
+    x: Tensor, gate: Tensor, up: Tensor, shared_gate: Tensor, shared_up: Tensor, schedule: list[Tensor], workspace: int,
+    clamp: float | None, shared_clamp: float | None, plan: list[int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The shared experts' gate and up [T, S] again, with the forward's bits: its own kernel, given nothing but these tasks. Not collective.
+
+    Routed rows and down tasks are left out of the list, so of the routed experts and the down matrices only the shapes count.
+    """
+    inner, hidden, cut = workspace_of(workspace), x.shape[1], ForwardPlan(num_sms=plan[0], minibatch_tiles=plan[1], ring_tiles=plan[2])
+    inner.check()
+    rows, x = DeviceSchedule(*schedule), _aligned(x)
+    none = dataclasses.replace(rows, num_tokens=torch.zeros_like(rows.num_tokens))
+    down, shared_down = gate.view(gate.shape[0], hidden, gate.shape[1]), shared_gate.view(hidden, shared_gate.shape[0])
+    with _on(inner.device):
+        arguments, saved, _ = launch.kernel_arguments(
+            inner, rows, x, gate, up, down, (shared_gate, shared_up, shared_down), clamp, shared_clamp, 0, True, cut, hidden, gate.shape[1],
+            shared_out_TH=x,
+        )  # fmt: skip
+        launch.write_tasks(inner, {**arguments, "H": 0}, none, cut.minibatch_tiles)  # no slices of H: no down tasks
+        programs = (cut.num_sms or inner.num_sms) * cut.programs_per_sm
+        forward_kernel[(programs,)](**arguments, num_warps=cut.num_warps, num_stages=cut.num_stages)
+    return saved.shared_gate_TS, saved.shared_up_TS
+
+
+@gpu_shared_gate_up.register_fake
+def _(x, gate, up, shared_gate, shared_up, *rest):  # type: ignore[no-untyped-def]
+    shape = (x.shape[0], shared_gate.shape[0])
+    return x.new_empty(shape), x.new_empty(shape)
+
+
+# ---- backward ----
+
+
+@torch.library.custom_op("mok::gpu_backward", mutates_args=("main_grads", "shared_main_grads"))
+def gpu_backward(
+    d_out: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    shared_gate: Tensor | None,
+    shared_up: Tensor | None,
+    shared_down: Tensor | None,
+    shared_scale: Tensor | None,
+    main_grads: list[Tensor],
+    shared_main_grads: list[Tensor],
+    schedule: list[Tensor],
+    kept: list[Tensor],
+    asked: list[bool],
+    workspace: int,
+    num_experts: int,
+    clamp: float | None,
+    shared_clamp: float | None,
     plan: list[int],
-) -> list[Tensor]:  # fmt: skip
-    width, shared_width = experts[0].shape[1], shared[0].shape[0] if shared else 0
-    shapes = [(saved_rows, width)] * 2 + [(x.shape[0], shared_width)] * 2 if save else []
-    return [x.new_empty(x.shape), *(x.new_empty(shape) for shape in shapes)]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """d_x, d_weights, d_gate, d_up, d_down, the same three of the shared experts, d_shared_scale; without elements where not asked for.
+
+    d_out: [T, H], any strides. schedule: the fields of a DeviceSchedule. kept: the KEPT tensors of the forward, which are only read.
+    asked: (x, weights, experts, shared experts, shared scale). main_grads, shared_main_grads: none, or 3 fp32 tensors to add to instead.
+    """
+    inner = workspace_of(workspace)
+    d_out, x = _aligned(d_out), _aligned(x)
+    shared = _three(shared_gate, shared_up, shared_down)
+    everyone = inner.memory.size > 1  # a peer may want what this rank does not
+    needs = Needs(x=asked[0] or everyone, weights=asked[1] or everyone, experts=asked[2], shared=asked[3])
+    with _on(inner.device):
+        shared_d_y = None
+        if shared is not None:
+            shared_d_y = d_out if shared_scale is None else (d_out.float() * shared_scale[:, None]).to(d_out.dtype)
+        got = launch_backward.backward(
+            inner, DeviceSchedule(*schedule), Saved(*kept[: KEPT - 1]), ids, d_out, x, weights, gate, up, down, num_experts, needs,
+            BackwardPlan(num_sms=plan[0], ring_tiles=plan[2]), shared=shared, clamp=clamp, shared_clamp=shared_clamp,
+            shared_d_y_TH=shared_d_y, main_grads=tuple(main_grads) or None, shared_main_grads=tuple(shared_main_grads) or None,
+        )  # fmt: skip
+        d_scale = (d_out.float() * kept[-1].float()).sum(-1) if asked[4] else None
+    results = (got.d_x_TH, got.d_weights_TK, *(got.experts or (None,) * 3), *(got.shared or (None,) * 3), d_scale)
+    return tuple(x.new_empty(0) if result is None else result for result in results)  # type: ignore[return-value]
+
+
+@gpu_backward.register_fake
+def _(d_out, x, ids, weights, gate, up, down, shared_gate, shared_up, shared_down, shared_scale, mains, shared_mains, *rest):  # type: ignore[no-untyped-def]
+    _, _, asked, workspace, *_ = rest
+    everyone = workspace_of(workspace).memory.size > 1
+    experts = [w if asked[2] and not mains else None for w in (gate, up, down)]
+    shared = [w if asked[3] and not shared_mains else None for w in (shared_gate, shared_up, shared_down)]
+    first = [x if asked[0] or everyone else None, weights if asked[1] or everyone else None]
+    like = [*first, *experts, *shared, shared_scale if asked[4] else None]
+    return tuple(x.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in like)
