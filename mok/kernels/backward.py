@@ -99,12 +99,22 @@ def pull_task(
     ROWS: tl.constexpr = BLOCK_M // PARTS
     row = tile * BLOCK_M + part * ROWS
     ring_row = (tile % ring) * BLOCK_M + part * ROWS
-    pull_rows(d_y_ptr, d_y_ptrs, ring_d_y_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row, H, K, R, ROWS, BLOCK_H)
-    if NEED_EXPERTS:
-        pull_rows(x_ptr, x_ptrs, ring_x_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row, H, K, R, ROWS, BLOCK_H)
-    elif tile >= saved_tiles:
-        pull_rows(x_ptr, x_ptrs, ring_x_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row, H, K, R, ROWS, BLOCK_H)
     pull_weights(weights_ptr, weights_ptrs, ring_weights_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row, R, ROWS)
+    if NEED_EXPERTS:
+        pull_rows(
+            d_y_ptr, d_y_ptrs, ring_d_y_ptr, x_ptr, x_ptrs, ring_x_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row,
+            H, K, R, True, ROWS, BLOCK_H,
+        )  # fmt: skip
+    else:
+        pull_rows(
+            d_y_ptr, d_y_ptrs, ring_d_y_ptr, x_ptr, x_ptrs, ring_x_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row,
+            H, K, R, False, ROWS, BLOCK_H,
+        )  # fmt: skip
+        if tile >= saved_tiles:
+            pull_rows(
+                x_ptr, x_ptrs, ring_x_ptr, x_ptr, x_ptrs, ring_x_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row,
+                H, K, R, False, ROWS, BLOCK_H,
+            )  # fmt: skip
     order_copy_engine(tile)
     announce(x_ready_ptr + tile)
 

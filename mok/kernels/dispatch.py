@@ -11,26 +11,73 @@ import triton.language as tl
 from mok.kernels.signals import peer_address
 
 
-@triton.jit
-def pull_rows(
-    x_ptr, x_ptrs, ring_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row,
-    H: tl.constexpr, K: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """ring[ring_row + i] = the token of row + i, for i < ROWS.
+GROUP = tl.constexpr(16)  # rows of a part
+AHEAD = tl.constexpr(5)  # parts on their way while one is stored
 
-    Example, K = 2: row 5 has peer_rank 1 and peer_token_idx 7, so it is token 3 of rank 1.
-    """
-    lanes = tl.arange(0, ROWS)
-    source = tl.load(peer_rank_ptr + row + lanes)
-    slot = tl.load(peer_token_idx_ptr + row + lanes)
+
+@triton.jit
+def find_tokens(x_ptr, x_ptrs, source, slot, H: tl.constexpr, K: tl.constexpr, R: tl.constexpr):
+    """The addresses of rows' tokens. Example, K = 2: a row with source 1 and slot 7 is token 3 of rank 1."""
     offset = (slot // K).to(tl.int64) * H
     if R == 1:
         tokens = x_ptr + offset
     else:
         tokens = peer_address(x_ptrs, tl.maximum(source, 0), tl.bfloat16) + offset
-    slots = ring_ptr + (ring_row + lanes).to(tl.int64) * H
-    for start in tl.static_range(0, H, BLOCK_H):
-        columns = start + tl.arange(0, BLOCK_H)
-        inside = (columns < H)[None, :]
-        x = tl.load(tokens[:, None] + columns[None, :], mask=(source >= 0)[:, None] & inside, other=0.0)
-        tl.store(slots[:, None] + columns[None, :], x, mask=inside)
+    return tokens
+
+
+@triton.jit
+def load_part(tokens, live, start, H: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Columns start .. start + BLOCK_H of rows; zeros where a row is not live."""
+    columns = start + tl.arange(0, BLOCK_H)
+    mask = live[:, None]
+    if H % BLOCK_H != 0:
+        mask = mask & (columns < H)[None, :]
+    return tl.load(tokens[:, None] + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_part(slots, part, start, H: tl.constexpr, BLOCK_H: tl.constexpr):
+    columns = start + tl.arange(0, BLOCK_H)
+    to = slots[:, None] + columns[None, :]
+    if H % BLOCK_H != 0:
+        tl.store(to, part, mask=(columns < H)[None, :])
+    else:
+        tl.store(to, part)
+
+
+@triton.jit
+def pull_rows(
+    x_ptr, x_ptrs, ring_ptr, other_ptr, other_ptrs, other_ring_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row,
+    H: tl.constexpr, K: tl.constexpr, R: tl.constexpr, OTHER: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """ring[ring_row + i] = the token of row + i, for i < ROWS; with OTHER the same of another matrix, too.
+
+    In parts of GROUP rows and BLOCK_H columns, several of them on their way at any time.
+    """
+    MATRICES: tl.constexpr = 2 if OTHER else 1
+    WIDE: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    HIGH: tl.constexpr = min(GROUP, ROWS)
+    PARTS: tl.constexpr = ROWS // HIGH * MATRICES * WIDE
+    lanes = tl.arange(0, HIGH)
+    tokens = ()
+    slots = ()
+    live = ()
+    for group in tl.static_range(ROWS // HIGH):
+        source = tl.load(peer_rank_ptr + row + group * HIGH + lanes)
+        slot = tl.load(peer_token_idx_ptr + row + group * HIGH + lanes)
+        at = (ring_row + group * HIGH + lanes).to(tl.int64) * H
+        tokens = tokens + (find_tokens(x_ptr, x_ptrs, source, slot, H, K, R),)
+        slots = slots + (ring_ptr + at,)
+        live = live + (source >= 0,)
+        if OTHER:
+            tokens = tokens + (find_tokens(other_ptr, other_ptrs, source, slot, H, K, R),)
+            slots = slots + (other_ring_ptr + at,)
+            live = live + (source >= 0,)
+    ahead = ()
+    for i in tl.static_range(PARTS + AHEAD):
+        if i < PARTS:
+            ahead = ahead + (load_part(tokens[i // WIDE], live[i // WIDE], i % WIDE * BLOCK_H, H, BLOCK_H),)
+        if i >= AHEAD:
+            store_part(slots[(i - AHEAD) // WIDE], ahead[0], (i - AHEAD) % WIDE * BLOCK_H, H, BLOCK_H)
+            ahead = ahead[1:]

@@ -102,8 +102,8 @@ def forward_kernel(
             if kind == PULL:
                 ROWS: tl.constexpr = BLOCK_M // PARTS
                 pull_rows(
-                    x_ptr, x_ptrs, ring_ptr, peer_rank_ptr, peer_token_idx_ptr, row + part * ROWS, ring_row + part * ROWS,
-                    H, K, R, ROWS, BLOCK_H,
+                    x_ptr, x_ptrs, ring_ptr, x_ptr, x_ptrs, ring_ptr, peer_rank_ptr, peer_token_idx_ptr, row + part * ROWS,
+                    ring_row + part * ROWS, H, K, R, False, ROWS, BLOCK_H,
                 )  # fmt: skip
                 order_copy_engine(tile)
                 announce(x_ready_ptr + tile)

@@ -45,7 +45,7 @@ class BackwardPlan:
     block_n: int = 256
     block_k: int = 64
     slice: int = 64
-    block_h: int = 1024
+    block_h: int = 512
     num_warps: int = 8
     num_stages: int = 4
     programs_per_sm: int = 1
