@@ -1,0 +1,331 @@
+"""Rows and signals between two GPUs: how fast each way of moving rows is, by the number of programs that do it, and what signals cost.
+
+    python -m mok.bench.comm --ranks 2 [--parts pull,push,skew,latency] [--variants tma] [--programs 8,24] [--out results.json]
+
+Every rank moves T rows of H bf16 values (14 KB at H = 7168) in random order while its peer does the same the other way. A figure is GB/s of
+rows that cross the link in one direction, from the slowest rank's median. Every variant is checked (the rows are the peer's) before it is
+timed. "skew": some of the rows are the rank's own; the figure then is of all rows.
+
+Legend: T rows of a rank, H hidden, R ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mok.bench import ranks, report
+from mok.bench.timing import medians
+from mok.fabric import Region
+
+PROGRAMS = (4, 8, 12, 16, 24, 32, 64)
+PARTS = ("pull", "push", "skew", "latency")
+SHARES = (0.5, 0.9)  # of rows from or to the peer, in "skew"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to move rows: a kernel, its constants, warps; `mixed` ways can take rows of several ranks in one launch."""
+
+    name: str
+    way: str
+    constants: dict[str, Any]
+    warps: int
+    mixed: bool
+
+
+def pull_variants() -> Iterator[Variant]:
+    def by_loads(warps: int, rows: int, columns: int, unroll: int = 1, cache: str = "") -> Variant:
+        name = f"ld w{warps} {rows}x{columns}" + (f" x{unroll}" if unroll > 1 else "") + (f" {cache[1:]}" if cache else "")
+        return Variant(name, "ld", dict(ROWS=rows, BLOCK_H=columns, UNROLL=unroll, CACHE=cache), warps, True)
+
+    for warps in (8, 16):
+        for rows in (8, 16, 32):
+            for columns in (512, 1024, 2048):
+                yield by_loads(warps, rows, columns)
+    yield from (by_loads(8, rows, 8192) for rows in (1, 2, 4))
+    yield from (by_loads(warps, 16, 1024, 1, ".cg") for warps in (8, 16))
+    yield from (by_loads(8, 8, 1024, 2), by_loads(8, 16, 512, 2), by_loads(8, 16, 1024, 2), by_loads(16, 16, 1024, 2))
+    yield from (by_loads(8, 8, 512, 4), by_loads(8, 8, 1024, 4), by_loads(16, 16, 512, 4), by_loads(16, 16, 1024, 4))
+    shapes = ((4, 4, 1024, 4), (8, 8, 512, 4), (8, 8, 1024, 4), (8, 8, 1024, 6), (8, 16, 1024, 4), (16, 16, 1024, 6))
+    for warps, rows, columns, stages in shapes:
+        constants = dict(ROWS=rows, BLOCK_H=columns, STAGES=stages)
+        yield Variant(f"async w{warps} {rows}x{columns} s{stages}", "async", constants, warps, True)
+    depths = ((8, 128, 2), (8, 128, 3), (8, 128, 4), (4, 128, 4), (8, 128, 6), (8, 128, 9), (4, 32, 5), (4, 32, 9), (4, 16, 9))
+    for store in (False, True):
+        for warps, lines, stages in depths:
+            constants = dict(LINES=lines, STAGES=stages, STORE_BY_COPY_ENGINE=store)
+            yield Variant(f"tma w{warps} {lines}x64 s{stages}" + (" tma-store" if store else ""), "tma", constants, warps, False)
+
+
+def push_variants() -> Iterator[Variant]:
+    # 128 x 128 and 128 x 256 are what the epilogue of a product has.
+    for warps, rows, columns in ((8, 8, 1024), (8, 16, 1024), (8, 32, 512), (16, 16, 1024), (8, 128, 128), (8, 128, 256)):
+        yield Variant(f"st w{warps} {rows}x{columns}", "st", dict(ROWS=rows, BLOCK_H=columns), warps, True)
+    for warps, stages in ((4, 3), (8, 3), (8, 4), (8, 6)):
+        yield Variant(f"tma push w{warps} 128x64 s{stages}", "tma push", dict(LINES=128, STAGES=stages), warps, False)
+
+
+@dataclass
+class Order:
+    """Row i comes from (or goes to) row index[i] of rank other[i]; int32 [T]. Every rank can make every rank's."""
+
+    other: Tensor
+    index: Tensor
+
+
+def make_order(rows: int, rank: int, size: int, share: float, device: torch.device) -> Order:
+    """`share` of the rows are the next rank's, the others this rank's own; the indices are a permutation."""
+    g = torch.Generator().manual_seed(rank)
+    away = torch.rand(rows, generator=g) < share
+    other = torch.where(away, (rank + 1) % size, rank)
+    return Order(other.to(torch.int32).to(device), torch.randperm(rows, generator=g).to(torch.int32).to(device))
+
+
+def make_rows(rows: int, hidden: int, rank: int, device: torch.device) -> Tensor:
+    g = torch.Generator(device).manual_seed(100 + rank)
+    return torch.randn(rows, hidden, generator=g, device=device).bfloat16()
+
+
+class Link:
+    """This rank's end: peer-visible rows, slots and flags."""
+
+    def __init__(self, rows: int, hidden: int, device: torch.device) -> None:
+        from mok.kernels import memory
+
+        self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
+        self.peer = (self.rank + 1) % self.size
+        self.rows, self.hidden = rows, hidden
+        layout = [
+            Region("control", (memory.FLAGS + self.size,), torch.int32),
+            Region("flag", (1,), torch.int32),
+            Region("x", (rows, hidden), torch.bfloat16),
+            Region("slots", (self.size * rows, hidden), torch.bfloat16),  # rank r writes to slots r * T + index
+        ]
+        assert dist.group.WORLD is not None
+        self.memory = memory.symmetric_memory(layout, dist.group.WORLD, device)
+        self.x, self.slots = self.memory.own["x"], self.memory.own["slots"]
+        self.peer_x, self.peer_slots = (self.memory.handle.region(name, self.peer) for name in ("x", "slots"))
+        self.x.copy_(make_rows(rows, hidden, self.rank, device))
+        self.out = torch.empty(rows, hidden, dtype=torch.bfloat16, device=device)
+        self.flag = 0
+        self.gave_up = torch.zeros(1, dtype=torch.int32, device=device)
+        self.meet()
+
+    def meet(self) -> None:
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+
+    def runs(self, variant: Variant, share: float, programs: Sequence[int]) -> dict[str, Callable[[], object]]:
+        """A launch for each number of programs, by that number."""
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        from mok.bench import comm_kernels as kernels
+
+        order = make_order(self.rows, self.rank, self.size, share, self.device)
+        of_lines = lambda matrix: TensorDescriptor.from_tensor(  # noqa: E731
+            matrix.view(matrix.shape[0], self.hidden // 64, 64), [1, variant.constants["LINES"], 64]
+        )
+        index = order.index
+        if variant.way in ("st", "tma push"):
+            index = index + self.rank * self.rows
+        kernel, arguments = {
+            "ld": lambda: (kernels.pull_kernel, [self.memory.addresses["x"], self.out, order.other, index]),
+            "async": lambda: (kernels.pull_async_kernel, [self.memory.addresses["x"], self.out, order.other, index]),
+            "tma": lambda: (kernels.pull_copy_engine_kernel, [of_lines(self.peer_x), of_lines(self.out), self.out, index]),
+            "st": lambda: (kernels.push_kernel, [self.x, self.memory.addresses["slots"], order.other, index]),
+            "tma push": lambda: (kernels.push_copy_engine_kernel, [of_lines(self.x), of_lines(self.peer_slots), index]),
+        }[variant.way]()
+        constants = {**variant.constants, **({} if variant.way == "tma push" else dict(H=self.hidden))}
+        return {
+            str(count): functools.partial(kernel[(count,)], *arguments, self.rows, **constants, num_warps=variant.warps)
+            for count in programs
+        }
+
+    def problem(self, variant: Variant, share: float, run: Callable[[], object]) -> str:
+        """What is wrong with the rows after a run; "" if nothing is."""
+        self.out.fill_(float("nan"))
+        self.slots.fill_(float("nan"))
+        self.meet()
+        run()
+        self.meet()
+        for source in range(self.size):
+            if variant.way in ("st", "tma push"):  # rows of `source` that were for this rank
+                order = make_order(self.rows, source, self.size, share, self.device)
+                mine = (order.other == self.rank).nonzero()[:, 0]
+                got = self.slots[source * self.rows + order.index[mine].long()]
+                want = make_rows(self.rows, self.hidden, source, self.device)[mine]
+            else:
+                order = make_order(self.rows, self.rank, self.size, share, self.device)
+                mine = (order.other == source).nonzero()[:, 0]
+                got = self.out[mine]
+                want = make_rows(self.rows, self.hidden, source, self.device)[order.index[mine].long()]
+            if not torch.equal(got, want):
+                wrong = (got != want).any(1).nonzero()[:, 0]
+                return f"{len(wrong)} rows of rank {source} are wrong, first row {int(mine[wrong[0]])}"
+        return ""
+
+    def time(self, runs: dict[str, Callable[[], object]], repeats: int = 12) -> dict[str, float]:
+        """Milliseconds on the slowest rank."""
+        return ranks.slowest(medians(runs, repeats, warmup=2, round_of=6, align=self.meet), self.device)
+
+
+def measure_rows(link: Link, variants: Sequence[Variant], shares: Sequence[float], programs: Sequence[int]) -> list[dict[str, Any]]:
+    """A line and a row per variant and share. A variant that does not compile or moves rows wrongly is said to."""
+    rows = []
+    gigabytes = link.rows * link.hidden * 2 * 1e-9
+    for variant in variants:
+        for share in shares:
+            problem = ""
+            try:
+                runs = link.runs(variant, share, programs)
+                problem = link.problem(variant, share, runs[str(programs[0])])
+            except Exception as error:
+                problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            problem = ranks.first_problem(problem)
+            name = variant.name + (f", {share:.0%} remote" if share < 1 else "")
+            if problem:
+                say(f"{name:34} {problem}")
+                continue
+            ms = link.time(runs)
+            rate = {int(count): round(gigabytes / (value * 1e-3), 1) for count, value in ms.items()}
+            say(f"{name:34} " + "  ".join(f"{count}: {value:5.1f}" for count, value in rate.items()))
+            rows.append(dict(suite="comm", variant=variant.name, share=share, gbs=rate, T=link.rows, H=link.hidden, ep=link.size))
+    return rows
+
+
+def measure_copies(link: Link) -> list[dict[str, Any]]:
+    """What does not go through a program: the copy engine of the device, and NCCL."""
+    sent = [0] * link.size
+    sent[link.peer] = link.rows
+    received = [0] * link.size
+    received[(link.rank - 1) % link.size] = link.rows
+    part = link.peer_slots[link.rank * link.rows : (link.rank + 1) * link.rows]
+    ms = link.time(
+        {
+            "copy from the peer": lambda: link.out.copy_(link.peer_x),
+            "copy to the peer": lambda: part.copy_(link.x),
+            "NCCL all-to-all": lambda: dist.all_to_all_single(link.out, link.x, received, sent),
+        }
+    )
+    gbs = {name: round(link.rows * link.hidden * 2 * 1e-6 / value, 1) for name, value in ms.items()}
+    for name, value in gbs.items():
+        say(f"{name:34} {value:5.1f}")
+    return [dict(suite="comm", variant=name, share=1.0, gbs=value, T=link.rows, H=link.hidden, ep=link.size) for name, value in gbs.items()]
+
+
+def measure_latency(link: Link) -> list[dict[str, Any]]:
+    """Microseconds of signals, and of the copy that publishes."""
+    import triton
+
+    from mok.bench import comm_kernels as kernels
+    from mok.kernels.signals import barrier
+
+    control, count, limit = link.memory.addresses["control"], 200, 20_000_000
+    lanes = triton.next_power_of_2(link.size)
+
+    def ping_pong() -> None:
+        kernels.ping_pong_kernel[(1,)](
+            link.memory.addresses["flag"], link.gave_up, link.rank, link.peer, link.flag, count, limit, num_warps=1
+        )
+        link.flag += count
+
+    runs: dict[str, Callable[[], object]] = {
+        "barrier, launched": lambda: barrier(control, link.rank, link.size, limit),
+        "barrier, in a kernel": lambda: kernels.meet_kernel[(1,)](control, link.rank, limit, count, R=link.size, LANES=lanes, num_warps=1),
+    }
+    if link.size == 2:
+        runs["flag, one way"] = ping_pong
+    tokens = [count for count in (256, 2048, 8192) if count <= link.rows]
+    for count_of in tokens:
+        runs[f"publish {count_of} tokens"] = functools.partial(lambda n: link.x[:n].copy_(link.out[:n]), count_of)
+    link.meet()
+    us = {name: 1e3 * value for name, value in link.time(runs, 20).items()}
+    us["barrier, in a kernel"] /= count
+    if link.size == 2:
+        us["flag, one way"] /= 2 * count
+    problem = f"{int(link.gave_up)} waits for a flag were given up" if int(link.gave_up) else ""
+    if failure := link.memory.failure():
+        problem = f"a barrier was given up: {failure}"
+    if problem := ranks.first_problem(problem):
+        say(problem)
+        return []
+    for name, value in us.items():
+        say(f"{name:34} {value:8.2f} us")
+    return [dict(suite="comm", variant=name, us=round(value, 3), H=link.hidden, ep=link.size) for name, value in us.items()]
+
+
+def say(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def measure(options: argparse.Namespace, device: torch.device) -> int:
+    link = Link(options.rows, options.hidden, device)
+    programs = [int(count) for count in options.programs.split(",")]
+    chosen = lambda variants: [v for v in variants if re.search(options.variants, v.name)]  # noqa: E731
+    rows: list[dict[str, Any]] = []
+    say(f"GB/s per direction by number of programs, {link.rows} rows of {2 * link.hidden} bytes per rank")
+    for part in options.parts.split(","):
+        say(f"-- {part}")
+        if part == "latency":
+            rows += measure_latency(link)
+        elif part == "skew":
+            both = [v for v in (*pull_variants(), *push_variants()) if v.mixed]
+            rows += measure_rows(link, chosen(both) if options.variants else [v for v in both if v.name in SKEW], SHARES, programs)
+        else:
+            if part == "pull":
+                rows += measure_copies(link)
+            rows += measure_rows(link, chosen(pull_variants() if part == "pull" else push_variants()), [1.0], programs)
+        if link.rank == 0 and options.out:
+            report.write(options.out, rows, options.commit)
+    return 0
+
+
+SKEW = ("ld w8 32x512", "ld w16 16x1024", "async w8 8x1024 s4", "st w8 16x1024")  # the first one is the layer's
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(prog="mok.bench.comm", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2, help="processes, one GPU each; a launcher's number wins")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--variants", default="", help="a regular expression that names must contain")
+    parser.add_argument("--programs", default=",".join(map(str, PROGRAMS)))
+    parser.add_argument("--rows", type=int, default=16384)
+    parser.add_argument("--hidden", type=int, default=7168, help="a multiple of 1024")
+    parser.add_argument("--limit", type=float, default=570.0, help="seconds after which all processes are ended")
+    parser.add_argument("--commit", default="", help="the commit measured, where there is no git repository")
+    parser.add_argument("--out")
+    options = parser.parse_args(arguments)
+    for part in options.parts.split(","):
+        if part not in PARTS:
+            parser.error(f"--parts={part}: must be some of {','.join(PARTS)}")
+    if options.hidden % 1024:
+        parser.error(f"--hidden={options.hidden}: must be a multiple of 1024")
+    if torch.cuda.device_count() < options.ranks:
+        parser.error(f"--ranks={options.ranks}: there are {torch.cuda.device_count()} GPUs")
+    if not ranks.launched():
+        return ranks.launch("mok.bench.comm", arguments, options.ranks, options.limit)
+    rank, size, device = ranks.join(options.limit)
+    if rank == 0:
+        print(f"{size} ranks, {report.headline()}", flush=True)
+    code = measure(options, device)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # whatever a library still holds open must not keep a rank alive
+
+
+if __name__ == "__main__":
+    sys.exit(main())
