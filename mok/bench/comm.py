@@ -49,6 +49,8 @@ def pull_variants() -> Iterator[Variant]:
         name = f"ld w{warps} {rows}x{columns}" + (f" x{unroll}" if unroll > 1 else "") + (f" {cache[1:]}" if cache else "")
         return Variant(name, "ld", dict(ROWS=rows, BLOCK_H=columns, UNROLL=unroll, CACHE=cache), warps, True)
 
+    for warps, rows, columns in ((8, 32, 512), (8, 16, 512), (8, 64, 512), (8, 128, 512), (8, 32, 256), (16, 32, 512)):
+        yield Variant(f"layer w{warps} {rows}x{columns}", "layer", dict(ROWS=rows, BLOCK_H=columns, R=2), warps, True)
     for warps in (8, 16):
         for rows in (8, 16, 32):
             for columns in (512, 1024, 2048):
@@ -142,6 +144,7 @@ class Link:
             index = index + self.rank * self.rows
         kernel, arguments = {
             "ld": lambda: (kernels.pull_kernel, [self.memory.addresses["x"], self.out, order.other, index]),
+            "layer": lambda: (kernels.pull_as_layer_kernel, [self.memory.addresses["x"], self.out, order.other, index]),
             "async": lambda: (kernels.pull_async_kernel, [self.memory.addresses["x"], self.out, order.other, index]),
             "tma": lambda: (kernels.pull_copy_engine_kernel, [of_lines(self.peer_x), of_lines(self.out), self.out, index]),
             "st": lambda: (kernels.push_kernel, [self.x, self.memory.addresses["slots"], order.other, index]),
@@ -293,7 +296,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> int:
     return 0
 
 
-SKEW = ("ld w8 32x512", "ld w16 16x1024", "async w8 8x1024 s4", "st w8 16x1024")  # the first one is the layer's
+SKEW = ("layer w8 32x512", "ld w16 16x1024", "async w8 8x1024 s4", "st w8 16x1024")  # the first one is what the layer does
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -303,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--variants", default="", help="a regular expression that names must contain")
     parser.add_argument("--programs", default=",".join(map(str, PROGRAMS)))
-    parser.add_argument("--rows", type=int, default=16384)
+    parser.add_argument("--rows", type=int, default=16384, help="of a rank, a multiple of 128")
     parser.add_argument("--hidden", type=int, default=7168, help="a multiple of 1024")
     parser.add_argument("--limit", type=float, default=570.0, help="seconds after which all processes are ended")
     parser.add_argument("--commit", default="", help="the commit measured, where there is no git repository")
@@ -314,6 +317,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--parts={part}: must be some of {','.join(PARTS)}")
     if options.hidden % 1024:
         parser.error(f"--hidden={options.hidden}: must be a multiple of 1024")
+    if options.rows % 128:
+        parser.error(f"--rows={options.rows}: must be a multiple of 128")
     if torch.cuda.device_count() < options.ranks:
         parser.error(f"--ranks={options.ranks}: there are {torch.cuda.device_count()} GPUs")
     if not ranks.launched():

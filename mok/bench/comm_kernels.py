@@ -1,4 +1,4 @@
-"""Ways to move rows between ranks, for comparison; what the layer itself uses is in `mok.kernels.dispatch` and `mok.kernels.experts`.
+"""Ways to move rows between ranks: the layer's own (`mok.kernels.dispatch`) and others, for comparison.
 
 Every program takes a run of neighbouring rows. Rows of x lie in peer-visible memory; row i of `out` is token[i] of rank source[i].
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mok.kernels.dispatch import pull_rows
 from mok.kernels.signals import INTERPRETING, meet, peer_address
 
 LINE = tl.constexpr(64)  # bf16 values of the copy engine's innermost dimension: 128 bytes
@@ -72,6 +73,17 @@ def pull_kernel(
             if UNROLL > 2:
                 tl.store(out + columns + 2 * BLOCK_H, c, mask=live & (columns + 2 * BLOCK_H < H))
                 tl.store(out + columns + 3 * BLOCK_H, d, mask=live & (columns + 3 * BLOCK_H < H))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def pull_as_layer_kernel(
+    x_ptrs, out_ptr, source_ptr, token_ptr, num_rows, H: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr
+):  # fmt: skip
+    """By the layer's own function, ROWS (a divisor of num_rows) at a time."""
+    start, end = share(num_rows, ROWS)
+    for done in range(0, end - start, ROWS):
+        row = start + done
+        pull_rows(out_ptr, x_ptrs, out_ptr, out_ptr, x_ptrs, out_ptr, source_ptr, token_ptr, row, row, H, 1, R, False, ROWS, BLOCK_H)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
