@@ -22,10 +22,13 @@ from triton.compiler import ASTSource
 
 from mok.kernels.backward import backward_kernel
 from mok.kernels.groups import list_kernel, plan_kernel
-from mok.kernels.launch_backward import BackwardPlan, Needs, count_tasks
+from mok.kernels.launch_backward import OF_SHARED, BackwardPlan, Needs, count_tasks
 
 PLAN = BackwardPlan()
-BF16 = {"d_y_ptr", "x_ptr", "d_x_ptr", "ring_d_y_ptr", "ring_x_ptr", "shared_d_x_ptr"}
+INT32 = {
+    "peer_rank_ptr", "peer_token_idx_ptr", "expert_tile_ptr", "table_ptr", "list_ptr", "signals_ptr", "trace_ptr",
+    "tokens_per_expert_ptr", "tile_expert_ptr", "routes_per_expert_ptr",
+}  # fmt: skip
 FP32 = {"weights_ptr", "d_weights_ptr", "ring_weights_ptr", "partial_ptr", "carry_ptr"}
 CASES = {  # hidden, width, shared width, ranks, then flags
     "plain": (7168, 2048, 0, 1, {}),
@@ -49,7 +52,7 @@ def constants_of(hidden: int, width: int, shared: int, ranks: int, flags: dict[s
     )  # fmt: skip
     constants |= flags
     constants["GATE_UPS"] = tasks.gate_ups if constants["RECOMPUTE"] else 0
-    unused = {name for name in backward_kernel.arg_names if "shared_" in name and name.endswith("_desc")} if not shared else set()
+    unused = set(OF_SHARED) if not shared else set()
     unused |= {"ring_x_desc", "gate_desc", "up_desc"} if not constants["RECOMPUTE"] else set()
     constants |= dict.fromkeys(unused)
     return constants
@@ -60,9 +63,7 @@ def argument_type(name: str, constants: dict[str, object]) -> str:
     if name in constants:
         return "constexpr"
     if name.endswith("_desc"):
-        if name.startswith(("tile_", "saved_")):
-            block = (m, PLAN.slice)
-        elif name.endswith("weight_desc"):
+        if name.endswith("weight_desc"):
             block = (m, store)
         elif name in ("gate_desc", "up_desc"):
             block = (store, k)
@@ -76,7 +77,7 @@ def argument_type(name: str, constants: dict[str, object]) -> str:
     if name.endswith("_ptr"):
         if name.endswith("_weight_ptr"):
             return "*fp32" if constants["ACCUMULATE"] else "*bf16"
-        return "*bf16" if name in BF16 else "*fp32" if name in FP32 else "*i32"
+        return "*fp32" if name in FP32 else "*i32" if name in INT32 else "*bf16"
     return "fp32" if name in ("limit", "shared_limit") else "i32"
 
 

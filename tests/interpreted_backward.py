@@ -285,11 +285,9 @@ def case_hidden_gradient_example():
     """The numbers of the function's text."""
     got = {}
     for limit in (float("inf"), 0.5):
-        tensors = {n: torch.full((2, 8), v).bfloat16() for n, v in (("gate", 1.0), ("up", 2.0), ("d_gate", 0.0), ("d_up", 0.0), ("h", 0.0))}
-        out = torch.zeros(2)
-        descs = {n: triton.tools.tensor_descriptor.TensorDescriptor.from_tensor(t, [2, 8]) for n, t in tensors.items()}
-        example_kernel[(1,)](out, *descs.values(), limit, CLAMP=limit < 1)
-        got[limit] = [round(float(t[1, 3]), 3) for t in (tensors["d_gate"], tensors["d_up"], tensors["h"])] + [round(float(out[0]) / 8, 2)]
+        out = torch.zeros(4, 2)
+        example_kernel[(1,)](out, limit, CLAMP=limit < 1)
+        got[limit] = [round(float(value), digits) for value, digits in zip(out[:, 1], (3, 3, 3, 2), strict=True)]
     plain, clipped = got[float("inf")], got[0.5]
     for value, wanted, error in zip(plain, (-2.78, -1.10, -0.731, 4.39), (0.01, 0.01, 0.003, 0.03), strict=True):
         assert abs(value - wanted) < error, plain
@@ -297,11 +295,17 @@ def case_hidden_gradient_example():
 
 
 @triton.jit
-def example_kernel(out_ptr, gate_desc, up_desc, d_gate_desc, d_up_desc, h_desc, limit, CLAMP: tl.constexpr):
+def example_kernel(out_ptr, limit, CLAMP: tl.constexpr):
+    gate = tl.full((2, 8), 1.0, tl.float32).to(tl.bfloat16)
+    up = tl.full((2, 8), 2.0, tl.float32).to(tl.bfloat16)
     d_hidden = tl.full((2, 8), 3.0, tl.float32)
     weight = tl.full((2,), -0.5, tl.float32)
-    d_w = hidden_gradient(d_hidden, gate_desc, up_desc, 0, d_gate_desc, d_up_desc, h_desc, 0, 0, weight, limit, CLAMP)
-    tl.store(out_ptr + tl.arange(0, 2), d_w)
+    d_gate, d_up, weighted_h, d_weight = hidden_gradient(d_hidden, gate, up, weight, limit, CLAMP)
+    rows = tl.arange(0, 2)
+    tl.store(out_ptr + rows, tl.max(d_gate.to(tl.float32), axis=1))
+    tl.store(out_ptr + 2 + rows, tl.max(d_up.to(tl.float32), axis=1))
+    tl.store(out_ptr + 4 + rows, tl.max(weighted_h.to(tl.float32), axis=1))
+    tl.store(out_ptr + 6 + rows, d_weight / 8)
 
 
 # ---- the kernel ----

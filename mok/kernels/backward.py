@@ -24,13 +24,14 @@ from mok.kernels.experts import rounded, store_rows
 from mok.kernels.gradients import (
     d_weight_run,
     d_weight_tile,
-    finish_copy_engine_stores,
     gate_and_up,
-    hidden_gradient,
+    hidden_slices,
     multiply_rows,
+    prefetch_rows,
     push_d_weights,
     push_d_x,
     slices,
+    store_tile,
 )
 from mok.kernels.groups import (
     AT,
@@ -172,14 +173,13 @@ def wait_for_inputs(
 def backward_kernel(
     d_y_ptr, d_y_ptrs, x_ptr, x_ptrs, weights_ptr, weights_ptrs, d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, control_ptrs,
     peer_rank_ptr, peer_token_idx_ptr, expert_tile_ptr, table_ptr, list_ptr,
-    ring_d_y_ptr, ring_x_ptr, ring_weights_ptr, partial_ptr, carry_ptr,
+    ring_d_y_ptr, ring_x_ptr, ring_d_gate_ptr, ring_d_up_ptr, ring_h_ptr, ring_weights_ptr, partial_ptr, carry_ptr,
+    saved_gate_ptr, saved_up_ptr, saved_shared_gate_ptr, saved_shared_up_ptr, shared_d_gate_ptr, shared_d_up_ptr, shared_h_ptr,
     ring_x_desc, gate_desc, up_desc,
     ring_d_y_desc, ring_d_gate_desc, ring_d_up_desc, down_kn_desc, gate_kn_desc, up_kn_desc,
     ring_d_y_t_desc, ring_d_gate_t_desc, ring_d_up_t_desc, ring_x_n_desc, ring_h_n_desc,
-    saved_gate_desc, saved_up_desc, tile_d_gate_desc, tile_d_up_desc, tile_h_desc,
     shared_d_y_desc, shared_d_gate_desc, shared_d_up_desc, shared_down_kn_desc, shared_gate_kn_desc, shared_up_kn_desc,
     shared_d_y_t_desc, shared_d_gate_t_desc, shared_d_up_t_desc, shared_x_n_desc, shared_h_n_desc,
-    saved_shared_gate_desc, saved_shared_up_desc, tile_shared_d_gate_desc, tile_shared_d_up_desc, tile_shared_h_desc,
     d_gate_weight_desc, d_up_weight_desc, d_down_weight_desc, shared_d_gate_weight_desc, shared_d_up_weight_desc, shared_d_down_weight_desc,
     d_gate_weight_ptr, d_up_weight_ptr, d_down_weight_ptr, shared_d_gate_weight_ptr, shared_d_up_weight_ptr, shared_d_down_weight_ptr,
     shared_d_x_ptr, signals_ptr, trace_ptr, rank, ring, max_tiles, num_local, tokens, saved_tiles, limit, shared_limit, wait_limit,
@@ -300,8 +300,8 @@ def backward_kernel(
                         if BY_COPY_ENGINE:
                             if cut == 0:
                                 d_weight_run(
-                                    a_desc, b_desc, out_desc, from_row, wrap, depth, m, n, tiles, expert * rows + m,
-                                    RUN, BLOCK_M, BLOCK_N, BLOCK_K, STORE,
+                                    a_desc, b_desc, out_desc, from_row, wrap, depth, m, n, tiles, expert * rows + m, trace_ptr, number,
+                                    TRACE, RUN, BLOCK_M, BLOCK_N, BLOCK_K, STORE,
                                 )  # fmt: skip
                         if CARRY | (not BY_COPY_ENGINE):
                             if (cut == 1) | (not BY_COPY_ENGINE):
@@ -319,18 +319,20 @@ def backward_kernel(
                         b_row = expert * I + part * STORE
                         gate, up_value = gate_and_up(ring_x_desc, gate_desc, up_desc, to_row, b_row, H, BLOCK_M, STORE, BLOCK_K)
                         ticket, next_kind = take_ticket(taken, lanes, list_ptr, total)
-                        gates = slices(gate, BLOCK_M, STORE, SLICE)
-                        ups = slices(up_value, BLOCK_M, STORE, SLICE)
-                        for i in tl.static_range(STORE // SLICE):
-                            tile_d_gate_desc.store([to_row, part * STORE + i * SLICE], rounded(gates[i]))
-                            tile_d_up_desc.store([to_row, part * STORE + i * SLICE], rounded(ups[i]))
-                        finish_copy_engine_stores(tile)
+                        rows_here = to_row + tl.arange(0, BLOCK_M)
+                        store_tile(gate, ring_d_gate_ptr, rows_here, part * STORE, I, BLOCK_M, STORE, SLICE, I % STORE != 0)
+                        store_tile(up_value, ring_d_up_ptr, rows_here, part * STORE, I, BLOCK_M, STORE, SLICE, I % STORE != 0)
+                        order_copy_engine(tile)
                         announce(gate_ready_ptr + tile)
                 else:
                     hidden = (kind == HIDDEN) | (kind == SHARED_HIDDEN)
                     routed_rows = (kind == HIDDEN) | (kind == D_X)
                     place = tl.where(routed_rows, tile % ring, tile) * BLOCK_M
                     column = part * BLOCK_N
+                    if (kind == HIDDEN) & (tile < saved_tiles):
+                        saved_rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+                        prefetch_rows(saved_gate_ptr, saved_rows, column, saved_tiles * BLOCK_M, I, BLOCK_N)
+                        prefetch_rows(saved_up_ptr, saved_rows, column, saved_tiles * BLOCK_M, I, BLOCK_N)
                     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
                     for half in range(tl.where(hidden, 1, 2)):
                         if hidden:
@@ -364,39 +366,39 @@ def backward_kernel(
                     if TRACE:
                         note(trace_ptr, number, COMPUTED)
                     if hidden:
-                        from_gate = saved_gate_desc
-                        from_up = saved_up_desc
+                        from_gate_ptr = saved_gate_ptr
+                        from_up_ptr = saved_up_ptr
                         from_place = tile * BLOCK_M
-                        to_gate = tile_d_gate_desc
-                        to_up = tile_d_up_desc
-                        to_h = tile_h_desc
+                        to_gate_ptr = ring_d_gate_ptr
+                        to_up_ptr = ring_d_up_ptr
+                        to_h_ptr = ring_h_ptr
                         clip = limit
                         if RECOMPUTE:
                             if tile >= saved_tiles:
-                                from_gate = tile_d_gate_desc
-                                from_up = tile_d_up_desc
+                                from_gate_ptr = ring_d_gate_ptr
+                                from_up_ptr = ring_d_up_ptr
                                 from_place = place
+                        width = I
+                        num_rows = 0x7FFFFFFF
                         if S > 0:
+                            width = tl.where(kind == HIDDEN, I, S)
                             if kind == SHARED_HIDDEN:
-                                from_gate = saved_shared_gate_desc
-                                from_up = saved_shared_up_desc
-                                from_place = place
-                                to_gate = tile_shared_d_gate_desc
-                                to_up = tile_shared_d_up_desc
-                                to_h = tile_shared_h_desc
+                                from_gate_ptr = saved_shared_gate_ptr
+                                from_up_ptr = saved_shared_up_ptr
+                                to_gate_ptr = shared_d_gate_ptr
+                                to_up_ptr = shared_d_up_ptr
+                                to_h_ptr = shared_h_ptr
+                                num_rows = tokens
                                 clip = shared_limit
-                        rows_here = place + tl.arange(0, BLOCK_M)
-                        weight = tl.load(ring_weights_ptr + rows_here, mask=routed_rows, other=1.0)
-                        parts_here = partial_ptr + rows_here
-                        narrow = slices(acc, BLOCK_M, BLOCK_N, SLICE)
-                        for i in tl.static_range(PARTS_OF_D_W):
-                            d_w = hidden_gradient(
-                                narrow[i], from_gate, from_up, from_place, to_gate, to_up, to_h, place, column + i * SLICE, weight, clip,
-                                CLAMP,
-                            )  # fmt: skip
-                            if NEED_WEIGHTS:
-                                tl.store(parts_here + (PARTS_OF_D_W * part + i) * (ring * BLOCK_M), d_w, mask=routed_rows)
-                        finish_copy_engine_stores(tile)
+                        lanes_m = tl.arange(0, BLOCK_M)
+                        weight = tl.load(ring_weights_ptr + place + lanes_m, mask=routed_rows, other=1.0)
+                        hidden_slices(
+                            acc, from_gate_ptr, from_up_ptr, from_place + lanes_m, to_gate_ptr, to_up_ptr, to_h_ptr, place + lanes_m,
+                            num_rows, column, width, weight, clip,
+                            partial_ptr + PARTS_OF_D_W * part * (ring * BLOCK_M) + place, ring * BLOCK_M, routed_rows,
+                            CLAMP, (S > 0) | (I % BLOCK_N != 0), NEED_WEIGHTS, BLOCK_M, BLOCK_N, SLICE,
+                        )  # fmt: skip
+                        order_copy_engine(tile)
                         if kind == HIDDEN:
                             tl.debug_barrier()
                             tl.atomic_add(group_ready_ptr + group, 1, sem="release", scope="gpu")

@@ -16,18 +16,7 @@ import triton.language as tl
 
 from mok.kernels.experts import dot, rounded
 from mok.kernels.signals import INTERPRETING, peer_address
-
-
-@triton.jit
-def finish_copy_engine_stores(token):
-    """Wait until the copy engine's stores are in global memory, not merely out of shared memory (Triton 3.6 waits for that only).
-
-    token: any int32 in use.
-    """
-    if not INTERPRETING:
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.u32 $0, $1;", "=r,r", [token], dtype=tl.int32, is_pure=False, pack=1
-        )
+from mok.kernels.trace import COMPUTED, note
 
 
 @triton.jit
@@ -86,16 +75,14 @@ def laid_out_as(value, tile):
 
 
 @triton.jit
-def hidden_gradient(
-    d_hidden, gate_desc, up_desc, from_row, d_gate_desc, d_up_desc, weighted_h_desc, to_row, column, weight, limit, CLAMP: tl.constexpr
-):  # fmt: skip
-    """d_hidden: dHid of one slice, unweighted. Stores d_gate, d_up and w h; returns sum_i dHid_i h_i of each row.
+def hidden_gradient(d_hidden, gate, up, weight, limit, CLAMP: tl.constexpr):
+    """d_hidden: dHid, unweighted. -> d_gate, d_up and w h, in bf16, and each row's sum_i dHid_i h_i.
 
     Example: gate 1, up 2, w -0.5, dHid 3: silu(1) = 0.73106, so h = 1.46 and d_w = 4.39; w dHid = -1.5, so d_up = -1.5 * 0.73106 = -1.10
     and d_gate = -1.5 * 2 * 0.92767 = -2.78; w h = -0.731. With limit 0.5 both are clipped and d_gate = d_up = 0.
     """
-    gate = laid_out_as(gate_desc.load([from_row, column]).to(tl.float32), d_hidden)
-    up = up_desc.load([from_row, column]).to(tl.float32)
+    gate = laid_out_as(gate.to(tl.float32), d_hidden)
+    up = laid_out_as(up.to(tl.float32), d_hidden)
     clipped = gate > limit
     if CLAMP:
         gate = tl.where(clipped, limit, gate)  # NaN stays NaN
@@ -111,16 +98,88 @@ def hidden_gradient(
     if CLAMP:
         silu = tl.where(clipped, 0.0, silu)
     d_weight = tl.sum(d_hidden * h, axis=1)
-    weighted_h_desc.store([to_row, column], rounded(h * weight[:, None]))
+    weighted_h = rounded(h * weight[:, None])
     d_hidden = d_hidden * weight[:, None]
     d_up = d_hidden * silu
     d_gate = d_hidden * up * slope
     if CLAMP:  # a zero slope stays zero whatever it is multiplied with; and no mask is kept that long
         d_up = tl.where(silu == 0, 0.0, d_up)
         d_gate = tl.where(slope == 0, 0.0, d_gate)
-    d_up_desc.store([to_row, column], rounded(d_up))
-    d_gate_desc.store([to_row, column], rounded(d_gate))
-    return d_weight
+    return rounded(d_gate), rounded(d_up), weighted_h, d_weight
+
+
+@triton.jit
+def addresses(ptr, rows, column, width, SLICE: tl.constexpr):
+    """A slice of columns of rows of a row-major matrix."""
+    return ptr + rows.to(tl.int64)[:, None] * width + (column + tl.arange(0, SLICE))[None, :]
+
+
+@triton.jit
+def are_inside(rows, column, num_rows, width, SLICE: tl.constexpr):
+    return (rows < num_rows)[:, None] & (column + tl.arange(0, SLICE) < tl.multiple_of(width, 16))[None, :]
+
+
+@triton.jit
+def load_slice(ptr, rows, column, num_rows, width, SLICE: tl.constexpr, CLIP: tl.constexpr):
+    """A slice of columns of rows of a matrix [num_rows, width]; zeros outside. CLIP: a part of it may be outside."""
+    if CLIP:
+        width = tl.multiple_of(width, 16)
+        at = addresses(ptr, rows, column, width, SLICE)
+        return tl.load(at, mask=are_inside(rows, column, num_rows, width, SLICE), other=0.0)
+    else:
+        return tl.load(addresses(ptr, rows, column, width, SLICE))
+
+
+@triton.jit
+def prefetch_rows(ptr, rows, column, num_rows, width, COLUMNS: tl.constexpr):
+    """Bring columns column .. column + COLUMNS of rows of a matrix into the L2 cache."""
+    if not INTERPRETING:
+        rows = tl.minimum(rows, num_rows - 1)
+        size = tl.minimum(COLUMNS, width - column) * 2 + rows * 0
+        at = (ptr + rows.to(tl.int64) * width + column).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [at, size], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def store_slice(ptr, value, rows, column, num_rows, width, SLICE: tl.constexpr, CLIP: tl.constexpr):
+    if CLIP:
+        width = tl.multiple_of(width, 16)
+        tl.store(addresses(ptr, rows, column, width, SLICE), value, mask=are_inside(rows, column, num_rows, width, SLICE))
+    else:
+        tl.store(addresses(ptr, rows, column, width, SLICE), value)
+
+
+@triton.jit
+def store_tile(tile, ptr, rows, column, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr, CLIP: tl.constexpr):
+    """Store a tile, rounded, into rows of a matrix, slice by slice."""
+    parts = slices(tile, BLOCK_M, BLOCK_N, SLICE)
+    for i in tl.static_range(BLOCK_N // SLICE):
+        store_slice(ptr, rounded(parts[i]), rows, column + i * SLICE, 0x7FFFFFFF, width, SLICE, CLIP)
+
+
+@triton.jit
+def hidden_slices(
+    d_hidden, gate_ptr, up_ptr, from_rows, d_gate_ptr, d_up_ptr, weighted_h_ptr, to_rows, num_rows, column, width, weight, limit,
+    partial_ptr, partial_stride, keep,
+    CLAMP: tl.constexpr, CLIP: tl.constexpr, D_WEIGHTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """d_hidden: a tile of dHid. Stores d_gate, d_up, w h, and (where `keep`) each slice's part of d_w.
+
+    A slice's gate and up are on their way while the slice before it is stored.
+    """
+    COUNT: tl.constexpr = BLOCK_N // SLICE
+    narrow = slices(d_hidden, BLOCK_M, BLOCK_N, SLICE)
+    for i in tl.static_range(COUNT):
+        gate = load_slice(gate_ptr, from_rows, column + i * SLICE, num_rows, width, SLICE, CLIP)
+        up = load_slice(up_ptr, from_rows, column + i * SLICE, num_rows, width, SLICE, CLIP)
+        d_gate, d_up, weighted_h, d_weight = hidden_gradient(narrow[i], gate, up, weight, limit, CLAMP)
+        store_slice(weighted_h_ptr, weighted_h, to_rows, column + i * SLICE, num_rows, width, SLICE, CLIP)
+        store_slice(d_up_ptr, d_up, to_rows, column + i * SLICE, num_rows, width, SLICE, CLIP)
+        store_slice(d_gate_ptr, d_gate, to_rows, column + i * SLICE, num_rows, width, SLICE, CLIP)
+        if D_WEIGHTS:
+            tl.store(partial_ptr + i * partial_stride + tl.arange(0, BLOCK_M), d_weight, mask=keep)
 
 
 @triton.jit
@@ -213,7 +272,7 @@ def store_by_copy_engine(total, to_desc, row, column, BLOCK_M: tl.constexpr, BLO
 
 @triton.jit
 def d_weight_run(
-    a_desc, b_desc, to_desc, row, wrap, depth, a_column, b_column, tiles, to_row,
+    a_desc, b_desc, to_desc, row, wrap, depth, a_column, b_column, tiles, to_row, trace_ptr, ticket, TRACE: tl.constexpr,
     RUN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """`tiles` neighbouring tiles of a^T b, each over `depth` rows from `row` on, stored at row to_row and column b_column of a gradient.
@@ -223,6 +282,8 @@ def d_weight_run(
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if RUN == 1:
         total = multiply_columns(a_desc, b_desc, total, row, wrap, depth, a_column, b_column, BLOCK_K)
+        if TRACE:
+            note(trace_ptr, ticket, COMPUTED)
         store_by_copy_engine(total, to_desc, to_row, b_column, BLOCK_M, BLOCK_N, SLICE)
         return
     steps = tl.maximum(tl.cdiv(depth, BLOCK_K), 1)

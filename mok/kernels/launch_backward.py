@@ -21,6 +21,11 @@ from mok.kernels.launch import Saved, Workspace, _rows, trace_record
 from mok.kernels.schedule import DeviceSchedule
 
 Weights = tuple[Tensor, Tensor, Tensor]  # of gate, up and down
+# What the kernel takes only where there are shared experts.
+OF_SHARED = (
+    *(name for name in backward_kernel.arg_names if "shared_" in name and name.endswith("_desc")),
+    "saved_shared_gate_ptr", "saved_shared_up_ptr", "shared_d_gate_ptr", "shared_d_up_ptr", "shared_h_ptr",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -194,7 +199,6 @@ def prepare(
     a = lambda matrix: _rows(matrix, m, k)  # noqa: E731
     a_t = lambda matrix: _rows(matrix, k, m)  # noqa: E731
     b = lambda matrix: _rows(matrix, k, n)  # noqa: E731
-    tile = lambda matrix: _rows(matrix, m, s)  # noqa: E731
     # A tile of a weight that sticks out of its expert must not reach the next one's.
     by_copy_engine = not accumulate and all(size % m == 0 for size in (hidden, width, shared_width))
     out = lambda matrix: _rows(matrix if by_copy_engine else d_y_ring, m, plan.store)  # noqa: E731
@@ -224,8 +228,7 @@ def prepare(
         down_kn_desc=b(down_LHI), gate_kn_desc=b(gate_LIH), up_kn_desc=b(up_LIH),
         ring_d_y_t_desc=a_t(d_y_ring), ring_d_gate_t_desc=a_t(d_gate_ring), ring_d_up_t_desc=a_t(d_up_ring),
         ring_x_n_desc=b(x_ring), ring_h_n_desc=b(h_ring),
-        saved_gate_desc=tile(saved_gate), saved_up_desc=tile(saved_up),
-        tile_d_gate_desc=tile(d_gate_ring), tile_d_up_desc=tile(d_up_ring), tile_h_desc=tile(h_ring),
+        ring_d_gate_ptr=d_gate_ring, ring_d_up_ptr=d_up_ring, ring_h_ptr=h_ring, saved_gate_ptr=saved_gate, saved_up_ptr=saved_up,
         d_gate_weight_desc=out(to_experts[0]), d_up_weight_desc=out(to_experts[1]), d_down_weight_desc=out(to_experts[2]),
         d_gate_weight_ptr=to_experts[0], d_up_weight_ptr=to_experts[1], d_down_weight_ptr=to_experts[2],
         shared_d_gate_weight_ptr=to_shared[0], shared_d_up_weight_ptr=to_shared[1], shared_d_down_weight_ptr=to_shared[2],
@@ -243,7 +246,7 @@ def prepare(
     of_gate_and_up = dict.fromkeys(("ring_x_desc", "gate_desc", "up_desc"))
     if recompute:
         of_gate_and_up = dict(ring_x_desc=a(x_ring), gate_desc=_rows(gate_LIH, plan.store, k), up_desc=_rows(up_LIH, plan.store, k))
-    of_shared: dict[str, object] = dict.fromkeys(name for name in backward_kernel.arg_names if "shared_" in name and name.endswith("_desc"))
+    of_shared: dict[str, object] = dict.fromkeys(OF_SHARED)
     if shared:
         shared_gate, shared_up, shared_down = shared
         shared_d_y = d_y_TH if shared_d_y_TH is None else shared_d_y_TH
@@ -253,8 +256,8 @@ def prepare(
             shared_down_kn_desc=b(shared_down), shared_gate_kn_desc=b(shared_gate), shared_up_kn_desc=b(shared_up),
             shared_d_y_t_desc=a_t(shared_d_y), shared_d_gate_t_desc=a_t(d_gate), shared_d_up_t_desc=a_t(d_up),
             shared_x_n_desc=b(x_TH), shared_h_n_desc=b(h),
-            saved_shared_gate_desc=tile(saved.shared_gate_TS), saved_shared_up_desc=tile(saved.shared_up_TS),
-            tile_shared_d_gate_desc=tile(d_gate), tile_shared_d_up_desc=tile(d_up), tile_shared_h_desc=tile(h),
+            saved_shared_gate_ptr=saved.shared_gate_TS, saved_shared_up_ptr=saved.shared_up_TS,
+            shared_d_gate_ptr=d_gate, shared_d_up_ptr=d_up, shared_h_ptr=h,
             shared_d_gate_weight_desc=out(to_shared[0]), shared_d_up_weight_desc=out(to_shared[1]),
             shared_d_down_weight_desc=out(to_shared[2]),
         )  # fmt: skip
