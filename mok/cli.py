@@ -21,49 +21,91 @@ def _mok() -> None:
     """Mixture-of-Kittens: a bitwise deterministic Mixture-of-Experts layer."""
 
 
+def _defaults(name: str) -> str:
+    """The defaults of an option, by size where sizes differ."""
+    default = getattr(job.Options(), name)
+    others = [f"{values[name]} for {size}" for size, values in job.SIZES.items() if values.get(name, default) != default]
+    return f"Default: {', '.join([str(default), *others])}."
+
+
+def _option(name: str, text: str) -> Any:
+    return typer.Option(help=f"{text} {_defaults(name)}")
+
+
 @app.command()
 def train(
-    context: typer.Context,
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 350,
-    batch: Annotated[int, typer.Option(help="Sequences of the global batch, over all ranks.")] = 16,
-    sequence: Annotated[int, typer.Option(help="Bytes of a sequence.")] = 256,
-    layers: Annotated[int, typer.Option(help="Blocks; the first one is dense, the others have experts.")] = 4,
-    hidden: Annotated[int, typer.Option(help="Width of the model, a multiple of 32.")] = 128,
-    experts: Annotated[int, typer.Option(help="Routed experts of a block, beside a shared one.")] = 16,
-    top_k: Annotated[int, typer.Option(help="Experts per token.")] = 4,
-    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
-    seed: Annotated[int, typer.Option(help="Of the parameters and of the order of the text.")] = 0,
-    slices: Annotated[int, typer.Option(help="Parts the global batch is always cut into; --ranks must divide it. Moves bits.")] = 4,
+    size: Annotated[
+        str | None,
+        typer.Option(
+            help="Decides the other options' defaults: small (1.7 million parameters) or 400m (414 million, 64 experts, for a GPU). "
+            "Default: small, 400m with --device=cuda."
+        ),
+    ] = None,
+    steps: Annotated[int | None, _option("steps", "Optimizer steps.")] = None,
+    batch: Annotated[int | None, _option("batch", "Sequences of the global batch, over all ranks.")] = None,
+    sequence: Annotated[int | None, _option("sequence", "Bytes of a sequence.")] = None,
+    layers: Annotated[int | None, _option("layers", "Blocks in all.")] = None,
+    dense: Annotated[int | None, _option("dense", "The first blocks, which have no experts.")] = None,
+    hidden: Annotated[int | None, _option("hidden", "Width of the model.")] = None,
+    heads: Annotated[
+        int | None, typer.Option(help="Attention heads. Default: as many as the hidden size holds, 4 for 400m.", show_default=False)
+    ] = None,
+    head_width: Annotated[int | None, _option("head_width", "Width of an attention head.")] = None,
+    width: Annotated[int | None, typer.Option(help="Width of an expert. Default: half of the hidden size, 512 for 400m.")] = None,
+    experts: Annotated[int | None, _option("experts", "Routed experts of a block, beside a shared one.")] = None,
+    top_k: Annotated[int | None, _option("top_k", "Experts per token.")] = None,
+    lr: Annotated[float | None, _option("lr", "Peak learning rate.")] = None,
+    seed: Annotated[int | None, _option("seed", "Of the parameters and of the order of the text.")] = None,
+    slices: Annotated[
+        int | None, _option("slices", "Parts the global batch is always cut into; --ranks must divide it. Moves bits.")
+    ] = None,
     text: Annotated[
         str | None, typer.Option(help="File or folder to train on. Default: the Python standard library's sources.", metavar="PATH")
     ] = None,
     name: Annotated[str | None, typer.Option(help="Of the run, kept in runs/NAME. Default: date and time.")] = None,
     resume: Annotated[str | None, typer.Option(help="Go on with a run, with the same bits as if never stopped.", metavar="NAME")] = None,
     ranks: Annotated[
-        int | None, typer.Option(help="Processes, expert-parallel. Moves no bits. Default: 2 on two cores or more, else 1.")
+        int | None,
+        typer.Option(
+            help="Processes, expert-parallel; on GPUs one for each. Moves no bits. Default: 2 on a CPU of two cores or more, else 1."
+        ),
     ] = None,
-    threads: Annotated[int, typer.Option(help="Threads of each rank. The dense parts' bits may depend on it, not on the ranks.")] = 1,
-    minibatch: Annotated[int, typer.Option(help="Rows made ready together. Moves no bits.")] = 4096,
-    macrobatch: Annotated[int, typer.Option(help="Rows of the ring of dispatched rows. Moves no bits.")] = 32768,
+    threads: Annotated[
+        int | None, _option("threads", "Threads of each rank. The dense parts' bits may depend on it, not on the ranks.")
+    ] = None,
+    minibatch: Annotated[int | None, _option("minibatch", "Rows made ready together. Moves no bits.")] = None,
+    macrobatch: Annotated[int | None, _option("macrobatch", "Rows of the ring of dispatched rows. Moves no bits.")] = None,
     saved_rows: Annotated[
         int | None, typer.Option(help="Rows whose gate and up are kept for the backward. Moves no bits. Default: all.")
     ] = None,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
-    eval_every: Annotated[int, typer.Option(help="Steps between validations.")] = 100,
-    device: Annotated[str, typer.Option(help="Only cpu.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="Only float32.")] = "float32",
+    checkpoint_every: Annotated[
+        int | None, _option("checkpoint_every", "Steps between checkpoints; there is one at the end, too. 0: none at all.")
+    ] = None,
+    eval_every: Annotated[int | None, _option("eval_every", "Steps between validations.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cpu.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, or bfloat16 with fp32 copies for the optimizer. Default: float32 on a CPU.")
+    ] = None,
+    moe: Annotated[
+        str | None,
+        typer.Option(help="The layer: mok; or, to compare, torch (sort, gather, grouped products, eager) or torch-compiled (its SwiGLU)."),
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="At the end also time another layer, in turns with --moe's on the same model: torch, for instance.")
+    ] = None,
 ) -> None:
-    """Train a small language model on text.
+    """Train a language model on text.
 
-    Prints validation bits per byte beside the unigram entropy and xz -9 of the same held-out text, and at last a digest of all parameters.
-    Ctrl-C stops after the step and leaves a checkpoint.
+    Prints validation bits per byte beside the unigram entropy and xz -9 of the same held-out text, tokens per second, and at last a digest
+    of all parameters. Ctrl-C stops after the step and leaves a checkpoint.
     """
     values: dict[str, Any] = dict(
-        steps=steps, batch=batch, sequence=sequence, layers=layers, hidden=hidden, experts=experts, top_k=top_k, lr=lr, seed=seed,
-        slices=slices, dtype=dtype, text=text and str(Path(text).resolve()), threads=threads, minibatch=minibatch,
-        macrobatch=macrobatch, saved_rows=saved_rows, device=device, checkpoint_every=checkpoint_every, eval_every=eval_every,
+        steps=steps, batch=batch, sequence=sequence, layers=layers, dense=dense, hidden=hidden, heads=heads, head_width=head_width,
+        width=width, experts=experts, top_k=top_k, lr=lr, seed=seed, slices=slices, moe=moe, device=device, dtype=dtype,
+        text=text and str(Path(text).resolve()), threads=threads, minibatch=minibatch, macrobatch=macrobatch, saved_rows=saved_rows,
+        against=against, checkpoint_every=checkpoint_every, eval_every=eval_every,
     )  # fmt: skip
-    given = {option: value for option, value in values.items() if _is_given(context, option)}
+    given = {option: value for option, value in values.items() if value is not None}
 
     try:
         world = job.launched()
@@ -72,8 +114,9 @@ def train(
         if ranks is not None or world:
             given["ranks"] = world[1] if world else ranks
         if resume is not None:
-            if name is not None:
-                raise job.TrainError(f"--name={name}: a run that is resumed keeps its name")
+            for option, value in (("name", name), ("size", size)):
+                if value is not None:
+                    raise job.TrainError(f"--{option}={value}: a run that is resumed keeps its {option}")
             run = next((path for path in (RUNS / resume, Path(resume)) if path.is_dir()), None)
             if run is None:
                 raise job.TrainError(f"--resume={resume}: neither a run in {RUNS}/ nor a folder")
@@ -82,17 +125,12 @@ def train(
             if name is not None and (name in ("", ".", "..") or "/" in name or os.sep in name):
                 raise job.TrainError(f"--name={name}: must be a plain name, without folders")
             run = RUNS / (name or datetime.datetime.now().strftime("%Y%m%d-%H%M%S"))
-            options = job.Options(**{**values, "ranks": job.default_ranks(slices, experts), **given})
+            options = job.sized_options(size, given)
         code = job.train(options, run, resume is not None)
     except job.TrainError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     raise typer.Exit(code)
-
-
-def _is_given(context: typer.Context, option: str) -> bool:
-    source = context.get_parameter_source(option)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def main() -> None:

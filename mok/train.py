@@ -1,9 +1,13 @@
-"""`mok train`: trains a small language model on text, expert-parallel, with the same bits for any number of ranks.
+"""`mok train`: trains a language model on text, expert-parallel, with the same bits for any number of ranks.
 
 A run lives in runs/NAME/: config.json (options), metrics.jsonl (a line per step), plot.png, checkpoints/step-XXXXXXXX.safetensors.
 A checkpoint holds whole tensors (the experts of all ranks in order), so a run may go on with another number of ranks.
 
 What moves bits: the options in `Options` up to `text`, the machine, and, for the dense parts, --threads. Ranks and tuning do not.
+
+With --dtype=bfloat16, which is what a GPU needs, the model computes with bf16 copies of fp32 parameters: gradients are added up and the
+optimizer works in fp32, and what is saved and digested is fp32. On a GPU a step waits for nothing: what steps report is kept on the device
+and read (`Trainer.read`) every REPORT_EVERY steps.
 
 Legend: B sequences of the global batch, S positions, H hidden, I intermediate, E experts in all, L experts of this rank, R ranks, G slices
 of the global batch, P elements of all replicated parameters.
@@ -22,6 +26,7 @@ import multiprocessing
 import os
 import platform
 import signal
+import statistics
 import sys
 import sysconfig
 import tempfile
@@ -44,7 +49,7 @@ from torch import Tensor, nn
 
 from mok.config import MoEConfig, Tuning
 from mok.executor import exact
-from mok.model import HEAD_WIDTH, LanguageModel, ModelConfig, local
+from mok.model import LAYERS, LanguageModel, ModelConfig, local
 from mok.router import balance_loss
 from mok.schedule import experts_per_rank, local_experts
 
@@ -56,6 +61,13 @@ CLIP_NORM = 1.0
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 EVAL_BATCHES = 16
+WARMUP_STEPS = 10
+"""Left out of a run's tokens per second: kernels are compiled and memory is found in them."""
+REPORT_EVERY = 10
+"""Steps between two readings on a GPU; on a CPU every step is read."""
+SHARED_GPUS = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+ROUNDS, ROUND_STEPS = 3, 20
+"""Of --against: both layers take turns."""
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data"}
 """Of the standard library: other people's packages, tests, and two folders of tables and generated text."""
 
@@ -79,12 +91,18 @@ class Options:
     batch: int = 16
     sequence: int = 256
     layers: int = 4
+    dense: int = 1
     hidden: int = 128
+    heads: int | None = None
+    head_width: int = 32
+    width: int | None = None
     experts: int = 16
     top_k: int = 4
     lr: float = 3e-3
     seed: int = 0
     slices: int = 4
+    moe: str = "mok"
+    device: str = "cpu"
     dtype: str = "float32"
     text: str | None = None
     ranks: int = 1
@@ -92,21 +110,24 @@ class Options:
     minibatch: int = 4096
     macrobatch: int = 32768
     saved_rows: int | None = None
-    device: str = "cpu"
+    against: str | None = None
     checkpoint_every: int = 100
     eval_every: int = 100
 
     def __post_init__(self) -> None:
-        least = dict(steps=1, batch=1, sequence=2, layers=2, hidden=HEAD_WIDTH, experts=1, top_k=1, slices=1, ranks=1, threads=1)
-        for name, minimum in {**least, "checkpoint_every": 1, "eval_every": 1}.items():
-            if getattr(self, name) < minimum:
+        least = dict(steps=1, batch=1, sequence=2, dense=0, layers=self.dense + 1, head_width=2, hidden=self.head_width, experts=1)
+        least |= dict(heads=1, width=1, top_k=1, slices=1, ranks=1, threads=1, checkpoint_every=0, eval_every=1)
+        for name, minimum in least.items():
+            if getattr(self, name) is not None and getattr(self, name) < minimum:
                 _reject(name, getattr(self, name), f"must be at least {minimum}")
         if not 0 <= self.seed < 2**63:
             _reject("seed", self.seed, "must be from 0 to 2^63 - 1")
         if not (math.isfinite(self.lr) and self.lr > 0):
             _reject("lr", self.lr, "must be finite and above 0")
-        if self.hidden % HEAD_WIDTH:
-            _reject("hidden", self.hidden, f"must be a multiple of {HEAD_WIDTH}, the width of an attention head")
+        if self.head_width % 2:
+            _reject("head_width", self.head_width, "must be even")
+        if self.heads is None and self.hidden % self.head_width:
+            _reject("hidden", self.hidden, f"must be a multiple of {self.head_width}, the width of an attention head, or --heads be given")
         if self.top_k > self.experts:
             _reject("top_k", self.top_k, f"must be at most --experts={self.experts}")
         if self.batch % self.slices:
@@ -115,12 +136,32 @@ class Options:
             _reject("ranks", self.ranks, f"must divide --slices={self.slices}")
         if self.ranks > self.experts:
             _reject("ranks", self.ranks, f"must be at most --experts={self.experts}")
-        if self.dtype != "float32":
-            _reject("dtype", self.dtype, "must be float32")
+        if self.device not in ("cpu", "cuda"):
+            _reject("device", self.device, "must be cpu or cuda")
+        if self.dtype not in ("float32", "bfloat16"):
+            _reject("dtype", self.dtype, "must be float32 or bfloat16")
         if self.device == "cuda":
-            _reject("device", self.device, "training on a GPU comes with the GPU kernels; this version trains on cpu")
-        if self.device != "cpu":
-            _reject("device", self.device, "must be cpu")
+            if self.dtype != "bfloat16":
+                _reject("dtype", self.dtype, "must be bfloat16 with --device=cuda")
+            for name, size in (("hidden", self.hidden), ("width", self.expert_width)):
+                if size % 16:
+                    _reject(name, size, "must be a multiple of 16 with --device=cuda")
+            if self.head_width % 8:
+                _reject("head_width", self.head_width, "must be a multiple of 8 with --device=cuda")
+        for name in ("moe", "against"):
+            layer = getattr(self, name)
+            if layer is None:
+                continue
+            if layer not in LAYERS:
+                _reject(name, layer, f"must be one of {', '.join(LAYERS)}")
+            if layer != "mok" and self.ranks > 1:
+                _reject(name, layer, f"runs on one rank, not on --ranks={self.ranks}")
+            if layer != "mok" and self.dtype != "bfloat16":
+                _reject(name, layer, "needs --dtype=bfloat16")
+        if self.against == self.moe:
+            _reject("against", self.against, "must be another layer than --moe")
+        if self.against is not None and self.ranks > 1:
+            _reject("against", self.against, f"is timed on one rank, not on --ranks={self.ranks}")
         if self.text is not None and not Path(self.text).exists():
             _reject("text", self.text, "no such file or folder")
         try:
@@ -129,13 +170,17 @@ class Options:
         except (TypeError, ValueError) as error:
             raise TrainError(f"--{str(error).replace('_', '-')}") from None
 
+    @property
+    def expert_width(self) -> int:
+        return self.hidden // 2 if self.width is None else self.width
+
     def tuning(self) -> Tuning:
         return Tuning(minibatch=self.minibatch, macrobatch=self.macrobatch, saved_rows=self.saved_rows)
 
     def model(self) -> ModelConfig:
         moe = MoEConfig(
             hidden_size=self.hidden,
-            intermediate_size=self.hidden // 2,
+            intermediate_size=self.expert_width,
             num_experts=self.experts,
             top_k=self.top_k,
             num_shared_experts=1,
@@ -144,12 +189,42 @@ class Options:
             scaling_factor=1.0,
             balance_loss_weight=BALANCE_WEIGHT,
         )
-        return ModelConfig(moe=moe, layers=self.layers, sequence=self.sequence)
+        return ModelConfig(
+            moe=moe,
+            layers=self.layers,
+            sequence=self.sequence,
+            heads=self.heads or self.hidden // self.head_width,
+            head_width=self.head_width,
+            dense=self.dense,
+        )
 
     def fixed(self) -> dict[str, Any]:
         """The options that decide the bits."""
         names = [field.name for field in dataclasses.fields(self)]
         return {name: getattr(self, name) for name in names[: names.index("text") + 1]}
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "small": {},
+    "400m": dict(
+        steps=200, batch=64, sequence=1024, layers=2, dense=0, hidden=2048, heads=4, head_width=64, width=512, experts=64, top_k=8, lr=1e-3,
+        dtype="bfloat16", minibatch=2048, checkpoint_every=1000,
+    ),
+}  # fmt: skip
+"""What a size changes in the defaults of `Options`."""
+
+
+def sized_options(size: str | None, given: dict[str, Any]) -> Options:
+    """The defaults of a size (None: the device's) with the options that were given."""
+    cuda = given.get("device") == "cuda"
+    size = size or ("400m" if cuda else "small")
+    if size not in SIZES:
+        _reject("size", size, f"must be one of {', '.join(SIZES)}")
+    values = {**({"dtype": "bfloat16"} if cuda else {}), **SIZES[size], **given}
+    if "ranks" not in values:
+        one = cuda or any(values.get(name, "mok") != "mok" for name in ("moe", "against"))
+        values["ranks"] = 1 if one else default_ranks(values.get("slices", Options.slices), values.get("experts", Options.experts))
+    return Options(**values)
 
 
 def flag(name: str) -> str:
@@ -255,9 +330,9 @@ def split_files(files: list[tuple[str, bytes]]) -> tuple[bytes, bytes, str]:
     return whole[:cut], whole[cut:], "the last 5 % of the text"
 
 
-def _windows(data: Tensor, starts: list[int], sequence: int) -> tuple[Tensor, Tensor]:
+def _windows(data: Tensor, starts_B: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets, int64 [B, S], from uint8 bytes."""
-    windows = torch.stack([data[start : start + sequence + 1] for start in starts]).long()
+    windows = data[starts_B[:, None] + torch.arange(sequence + 1, device=data.device)].long()
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
@@ -265,7 +340,7 @@ def _windows(data: Tensor, starts: list[int], sequence: int) -> tuple[Tensor, Te
 
 
 def digest(tensors: dict[str, Tensor]) -> str:
-    """sha256 over name, dtype, shape and bytes of every tensor, by name."""
+    """sha256 over name, dtype, shape and bytes of every tensor (in host memory), by name."""
     total = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().contiguous()
@@ -376,10 +451,17 @@ class Ranks:
     def rank(self) -> int:
         return 0 if self.group is None else self.group.rank()
 
+    def _carried(self, tensor: Tensor) -> Tensor:
+        """The tensor where the group's backend can move it: gloo knows host memory only."""
+        return tensor.cpu() if dist.get_backend(self.group) == "gloo" else tensor
+
     def add(self, parts: Tensor) -> Tensor:
-        """Sum over the ranks of numbers of which all ranks but one hold a zero, hence exact."""
+        """Sum over the ranks of numbers of which all ranks but one hold a zero, hence exact. In place."""
         if self.group is not None:
-            dist.all_reduce(parts, group=self.group)
+            total = self._carried(parts)
+            dist.all_reduce(total, group=self.group)
+            if total is not parts:
+                parts.copy_(total)
         return parts
 
     def gather(self, mine: Tensor, rows: int) -> Tensor:
@@ -389,9 +471,10 @@ class Ranks:
         step = experts_per_rank(rows, self.size)
         padded = mine.new_zeros(step, *mine.shape[1:])
         padded[: len(mine)] = mine
-        whole = mine.new_empty(step * self.size, *mine.shape[1:])
+        padded = self._carried(padded)
+        whole = padded.new_empty(step * self.size, *mine.shape[1:])
         dist.all_gather(list(whole.chunk(self.size)), padded, group=self.group)
-        return whole[:rows]
+        return whole[:rows].to(mine.device)
 
 
 # --- trainer ---------------------------------------------------------------------------------------------------------------------------
@@ -409,21 +492,31 @@ class Step:
 
 
 class Trainer:
-    """Model, optimizer and data of one rank; `step` and `evaluate` are collective."""
+    """Model, optimizer and data of one rank; `step` and `evaluate` are collective.
+
+    The optimizer works on `replicated` and `experts`, plain fp32 tensors by name: in fp32 they share the memory of the model's parameters,
+    in bf16 the model's parameters are rounded copies of them.
+    """
 
     def __init__(self, options: Options, text: Text, ranks: Ranks) -> None:
         self.options, self.text, self.ranks = options, text, ranks
         self.local_slices = options.slices // ranks.size
-        self.model = LanguageModel(options.model(), self.local_slices, ranks.group, options.tuning())
+        self.model = LanguageModel(
+            options.model(), self.local_slices, ranks.group, options.tuning(),
+            dtype=getattr(torch, options.dtype), device=options.device, layer=options.moe,
+        )  # fmt: skip
         self.model.initialize(options.seed)
-        self.train_bytes = torch.frombuffer(bytearray(text.train), dtype=torch.uint8)
-        self.held_out_bytes = torch.frombuffer(bytearray(text.held_out), dtype=torch.uint8)
+        self.train_bytes = torch.frombuffer(bytearray(text.train), dtype=torch.uint8).to(options.device)
+        self.held_out_bytes = torch.frombuffer(bytearray(text.held_out), dtype=torch.uint8).to(options.device)
         self.generator = torch.Generator().manual_seed(options.seed)
         self.steps_done = 0
+        self.unread: list[tuple[float, Tensor]] = []
 
-        self.replicated = dict(self.model.trunk.named_parameters())
-        # The optimizer works on plain tensors that share the memory of the sharded parameters.
-        self.experts = {name: nn.Parameter(local(parameter.detach())) for name, parameter in self.model.experts().items()}
+        trunk, experts = dict(self.model.trunk.named_parameters()), self.model.experts()
+        self.mixed = options.dtype != "float32"
+        self.replicated = {name: nn.Parameter(p.detach().float()) if self.mixed else p for name, p in trunk.items()}
+        self.experts = {name: nn.Parameter(local(p.detach()).float()) for name, p in experts.items()}
+        self.computed = [local(p.detach()) for p in (*trunk.values(), *experts.values())]
         parameters = {name: p for name, p in {**self.replicated, **self.experts}.items() if p.numel()}
         groups = [
             {"params": [p for p in parameters.values() if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
@@ -431,14 +524,17 @@ class Trainer:
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=BETAS, fused=True)
 
+    def num_parameters(self) -> int:
+        """Of the model, experts of all ranks included."""
+        return sum(p.numel() for p in (*self.replicated.values(), *self.model.experts().values()))
+
     # One step.
 
-    def step(self, stop: bool = False) -> Step:
-        """Train on one global batch. `stop` of any rank comes back as `Step.stop` on all of them."""
+    def step(self, stop: bool = False) -> None:
+        """Train on one global batch, without waiting for the device; `read` tells what came of it."""
         options = self.options
         high = len(self.train_bytes) - options.sequence
-        starts = torch.randint(high, (options.batch,), generator=self.generator).tolist()
-        inputs, targets = self._local_slices(self.train_bytes, starts)
+        inputs, targets = self._local_slices(self.train_bytes, torch.randint(high, (options.batch,), generator=self.generator))
         self.model.train()
         for parameter in self.model.moes.parameters():
             parameter.grad = None
@@ -453,27 +549,39 @@ class Trainer:
                 objectives[index] = objectives[index] + BALANCE_WEIGHT * balance
         torch.autograd.backward([objective / options.slices for objective in objectives])
 
-        gradients = self._sum_gradients()
-        squares_E, losses_G, stops_R = self._exchange(losses, [_gradient(p) for p in self.experts.values()], stop)
-        loss = float(losses_G.sum()) / options.slices
-        if not math.isfinite(loss):
-            raise TrainError(f"step {self.steps_done + 1}: the loss is {loss}; a smaller --lr may help")
-        squares = [gradient.double().square().sum() for gradient in gradients]
-        norm = math.sqrt(float(torch.stack(squares).sum()) + float(squares_E.sum()))
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        if norm > CLIP_NORM:
-            torch._foreach_mul_([_gradient(p) for p in parameters], CLIP_NORM / norm)
+        replicated, experts = self._sum_gradients()
+        squares_E, losses_G, stops_R = self._exchange(losses, experts, stop)
+        norm = (_squares(replicated).sum() + squares_E.sum()).sqrt()
+        scale = (CLIP_NORM / norm).clamp(max=1.0).float()[None]  # of one dimension: its product with bf16 is fp32
+        for optimized, gradient in zip(self._optimized(), (*replicated, *experts), strict=True):
+            optimized.grad = gradient * scale
         lr = learning_rate(self.steps_done, options.steps, options.lr)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         with exact():  # with several threads, where a shard is cut among them would move bits
             self.optimizer.step()
-        loads = []
+        self._round_parameters()
+        numbers = [losses_G.sum() / options.slices, norm, stops_R.sum()]
         for moe in self.model.moe_blocks():
-            loads.append(float(moe.tokens_per_expert.max() / moe.tokens_per_expert.double().mean()))
+            numbers.append(moe.tokens_per_expert.max() / moe.tokens_per_expert.double().mean())
             moe.update_bias(BIAS_RATE)
+        self.unread.append((lr, torch.stack(numbers)))
         self.steps_done += 1
-        return Step(loss / math.log(2), norm, lr, loads, bool(stops_R.sum()))
+
+    def read(self) -> list[Step]:
+        """What the steps since the last reading report, oldest first. Waits for the device.
+
+        Raises:
+            TrainError: the loss of one of them is not finite.
+        """
+        rows = torch.stack([numbers for _, numbers in self.unread]).tolist() if self.unread else []
+        steps = []
+        for index, (loss, norm, stop, *load) in enumerate(rows):
+            if not math.isfinite(loss):
+                raise TrainError(f"step {self.steps_done - len(rows) + index + 1}: the loss is {loss}; a smaller --lr may help")
+            steps.append(Step(loss / math.log(2), norm, self.unread[index][0], load, stop > 0))
+        self.unread = []
+        return steps
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -482,76 +590,81 @@ class Trainer:
         self.model.eval()
         count = EVAL_BATCHES * options.batch
         last = len(self.held_out_bytes) - options.sequence - 1
-        starts = [last * index // (count - 1) for index in range(count)] if count > 1 else [0]
-        total = 0.0
-        for first in range(0, count, options.batch):
-            inputs, targets = self._local_slices(self.held_out_bytes, starts[first : first + options.batch])
+        starts = torch.arange(count) * last // max(1, count - 1)
+        total = torch.zeros((), dtype=torch.float64, device=options.device)
+        for batch in starts.split(options.batch):
+            inputs, targets = self._local_slices(self.held_out_bytes, batch)
             losses = [self._loss(*pair) for pair in zip(self.model(inputs)[0], targets, strict=True)]
-            total += float(self._exchange(losses)[1].sum()) / options.slices
-        return total / EVAL_BATCHES / math.log(2)
+            total += self._exchange(losses)[1].sum() / options.slices
+        return float(total) / EVAL_BATCHES / math.log(2)
 
-    def _local_slices(self, data: Tensor, starts: list[int]) -> tuple[list[Tensor], list[Tensor]]:
-        per_slice = self.options.batch // self.options.slices
-        first = self.ranks.rank * self.local_slices
-        pairs = [
-            _windows(data, starts[index * per_slice : (index + 1) * per_slice], self.options.sequence)
-            for index in range(first, first + self.local_slices)
-        ]
+    def _local_slices(self, data: Tensor, starts_B: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Inputs and targets of this rank's slices, int64 [B / G, S] each. starts_B: of the whole batch's sequences, in host memory."""
+        mine = starts_B.chunk(self.options.slices)[self.ranks.rank * self.local_slices :][: self.local_slices]
+        if data.is_cuda:
+            mine = tuple(part.pin_memory().to(data.device, non_blocking=True) for part in mine)
+        pairs = [_windows(data, part, self.options.sequence) for part in mine]
         return [inputs for inputs, _ in pairs], [targets for _, targets in pairs]
 
     def _loss(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-        return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
+        return F.cross_entropy(logits_BSV.flatten(0, 1).float(), targets_BS.flatten())
 
-    def _sum_gradients(self) -> list[Tensor]:
-        """Give every rank the gradients: of replicated parameters the sum over all slices in order, of experts the local shard.
+    def _optimized(self) -> list[Tensor]:
+        return [*self.replicated.values(), *self.experts.values()]
 
-        Returns the gradients of the replicated parameters.
-        """
+    def _sum_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Of replicated parameters the sum over all slices in order, in fp32; of experts the local shard's as it is."""
         mine_GP = torch.stack([torch.cat([_gradient(p).flatten() for p in trunk.parameters()]) for trunk in self.model.replicas])
         whole_GP = self.ranks.gather(mine_GP, self.options.slices)
-        total_P = whole_GP[0].clone()
+        total_P = whole_GP[0].to(torch.float32, copy=True)
         for other_P in whole_GP[1:]:
             total_P += other_P
         parameters = list(self.replicated.values())
         gradients = [g.view_as(p) for p, g in zip(parameters, total_P.split([p.numel() for p in parameters]), strict=True)]
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        for name, parameter in self.model.experts().items():
-            self.experts[name].grad = local(_gradient(parameter))
-        return gradients
+        return gradients, [local(_gradient(parameter)) for parameter in self.model.experts().values()]
 
-    def _exchange(
-        self, losses: list[Tensor], gradients: list[Tensor] | tuple[()] = (), stop: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    @torch.no_grad()
+    def _round_parameters(self) -> None:
+        if self.mixed:
+            torch._foreach_copy_(self.computed, self._optimized())
+
+    def _exchange(self, losses: list[Tensor], experts: list[Tensor] | tuple[()] = (), stop: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """One small collective: squared norm of every expert's gradients, loss of every slice, stop wish of every rank."""
-        rank, experts, slices = self.ranks.rank, self.options.experts, self.options.slices
-        numbers = torch.zeros(len(gradients) * experts + slices + self.ranks.size, dtype=torch.float64)
-        squares_E, losses_G, stops_R = numbers.split([len(gradients) * experts, slices, self.ranks.size])
-        mine = local_experts(experts, self.ranks.size, rank)
-        for index, shard in enumerate(gradients):
-            for expert, gradient in zip(mine, shard, strict=True):
-                squares_E[index * experts + expert] = gradient.double().square().sum()
+        rank, count, slices = self.ranks.rank, self.options.experts, self.options.slices
+        sizes = [len(experts) * count, slices, self.ranks.size]
+        numbers = torch.zeros(sum(sizes), dtype=torch.float64, device=self.options.device)
+        squares_E, losses_G, stops_R = numbers.split(sizes)
+        mine = local_experts(count, self.ranks.size, rank)
+        for index, shard in enumerate(experts):
+            if len(mine):
+                squares_E[index * count + mine.start : index * count + mine.stop] = _squares(list(shard))
         for index, loss in enumerate(losses):
             losses_G[rank * self.local_slices + index] = loss.detach()
         stops_R[rank] = stop
         self.ranks.add(numbers)
         return squares_E, losses_G, stops_R
 
-    # Whole state, in and out.
+    # Whole state, in and out, in host memory.
+
+    def _whole(self, mine: Tensor) -> Tensor:
+        return self.ranks.gather(mine.detach(), self.options.experts).cpu()
 
     def state(self) -> dict[str, Tensor]:
         """Parameters and selection biases, experts whole."""
-        experts = {name: self.ranks.gather(parameter.detach(), self.options.experts) for name, parameter in self.experts.items()}
-        return {**self.model.trunk.state_dict(), **experts}
+        trunk = {**self.model.trunk.state_dict(), **{name: parameter.detach() for name, parameter in self.replicated.items()}}
+        return {
+            **{name: tensor.cpu() for name, tensor in trunk.items()},
+            **{name: self._whole(parameter) for name, parameter in self.experts.items()},
+        }
 
     def checkpoint(self) -> Checkpoint:
         adam = {}
         for moment in ("exp_avg", "exp_avg_sq"):
             for name, parameter in self.replicated.items():
-                adam[f"{moment}/{name}"] = self.optimizer.state[parameter][moment]
+                adam[f"{moment}/{name}"] = self.optimizer.state[parameter][moment].cpu()
             for name, parameter in self.experts.items():
-                mine = self.optimizer.state[parameter][moment] if parameter.numel() else parameter.detach()
-                adam[f"{moment}/{name}"] = self.ranks.gather(mine, self.options.experts)
+                mine = self.optimizer.state[parameter][moment] if parameter.numel() else parameter
+                adam[f"{moment}/{name}"] = self._whole(mine)
         return Checkpoint(
             step=self.steps_done,
             position=self.steps_done * self.options.batch,
@@ -566,15 +679,17 @@ class Trainer:
     def restore(self, checkpoint: Checkpoint) -> None:
         mine = local_experts(self.options.experts, self.ranks.size, self.ranks.rank)
         self.model.trunk.load_state_dict({k: v for k, v in checkpoint.model.items() if k not in self.experts})
-        for name, parameter in self.experts.items():
-            parameter.copy_(checkpoint.model[name][mine.start : mine.stop])
+        for name, parameter in {**self.replicated, **self.experts}.items():
+            whole = checkpoint.model[name]
+            parameter.copy_(whole[mine.start : mine.stop] if name in self.experts else whole)
+        self._round_parameters()
         for name, parameter in {**self.replicated, **self.experts}.items():
             if not parameter.numel():
                 continue
-            state: dict[str, Tensor] = {"step": torch.tensor(float(checkpoint.step))}
+            state: dict[str, Tensor] = {"step": torch.tensor(float(checkpoint.step), device=parameter.device)}
             for moment in ("exp_avg", "exp_avg_sq"):
                 whole = checkpoint.adam[f"{moment}/{name}"]
-                state[moment] = (whole[mine.start : mine.stop] if name in self.experts else whole).clone()
+                state[moment] = torch.empty_like(parameter).copy_(whole[mine.start : mine.stop] if name in self.experts else whole)
             self.optimizer.state[parameter] = state
         self.generator.set_state(checkpoint.rng)
         self.steps_done = checkpoint.step
@@ -583,6 +698,13 @@ class Trainer:
 def _gradient(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
+
+
+def _squares(tensors: list[Tensor]) -> Tensor:
+    """The squared norm of every tensor, fp64; of tensors of one shape it does not matter how many there are."""
+    if tensors[0].is_cuda:  # sums of 65,536 elements each, and then of these
+        return torch.stack(torch._foreach_norm(tensors, dtype=torch.float32)).double().square()
+    return torch.stack([tensor.double().square().sum() for tensor in tensors])
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -607,49 +729,78 @@ def _run(options: Options, run: Path, text: Text, checkpoint: Path | None, ranks
     if checkpoint is not None:
         trainer.restore(Checkpoint.load(checkpoint))
     first = trainer.steps_done
-    report = _Report(options, run, text, first) if ranks.rank == 0 else None
+    report = _Report(options, run, text, first, trainer.num_parameters()) if ranks.rank == 0 else None
+    read_every = REPORT_EVERY if options.device == "cuda" else 1
     with report.progress if report else contextlib.nullcontext():
         validation = trainer.evaluate() if first == options.steps else math.nan
+        began = time.perf_counter()
         while trainer.steps_done < options.steps:
-            began = time.perf_counter()
-            step = trainer.step(stop())
-            seconds = time.perf_counter() - began
+            trainer.step(stop())
             done = trainer.steps_done
             last = done == options.steps
-            evaluated = (done % options.eval_every == 0 or last) and not step.stop
+            evaluate_now, save_now = done % options.eval_every == 0, options.checkpoint_every and done % options.checkpoint_every == 0
+            if not (done % read_every == 0 or last or evaluate_now or save_now):
+                continue
+            steps = trainer.read()
+            seconds = time.perf_counter() - began
+            stopped = any(step.stop for step in steps)
+            evaluated = (evaluate_now or last) and not stopped
             if evaluated:
                 validation = trainer.evaluate()
             if report:
-                report.step(done, step, seconds, validation if evaluated else None)
-            if done % options.checkpoint_every == 0 or last or step.stop:
+                report.steps(done, steps, seconds, validation if evaluated else None)
+            if options.checkpoint_every and (save_now or last or stopped):
                 whole = trainer.checkpoint()
                 if report:
                     report.saved(whole.save(run / "checkpoints"))
-            if step.stop and not last:
+            if stopped and not last:
                 if report:
                     report.stopped(done)
                 return INTERRUPTED
+            began = time.perf_counter()
     state = trainer.state()
     if report:
-        report.summary(validation)
-        print(f"digest {digest(state)}", flush=True)
+        peak_bytes = torch.cuda.max_memory_allocated() if options.device == "cuda" else 0
+        reached = digest(state)  # before the parameters move on
+        others = _take_turns(trainer) if options.against else None
+        report.summary(validation, peak_bytes, others)
+        print(f"digest {reached}", flush=True)
     return 0
+
+
+def _take_turns(trainer: Trainer) -> dict[str, float]:
+    """Tokens per second of the trainer's layer and of --against, in turns on the same machine, as hot as it is; medians of the rounds."""
+    options = trainer.options
+    assert options.against is not None
+    rival = Trainer(dataclasses.replace(options, moe=options.against, against=None), trainer.text, trainer.ranks)
+    rates: dict[str, list[float]] = {options.moe: [], options.against: []}
+    for turn in (trainer, rival) * ROUNDS:
+        for steps in (WARMUP_STEPS, ROUND_STEPS):
+            began = time.perf_counter()
+            for _ in range(steps):
+                turn.step()
+            turn.read()
+        rates[turn.options.moe].append(ROUND_STEPS * options.batch * options.sequence / (time.perf_counter() - began))
+    return {name: statistics.median(found) for name, found in rates.items()}
 
 
 class _Report:
     """What rank 0 shows and writes."""
 
-    def __init__(self, options: Options, run: Path, text: Text, first: int) -> None:
+    def __init__(self, options: Options, run: Path, text: Text, first: int, parameters: int) -> None:
         self.options, self.run, self.text, self.first = options, run, text, first
         self.began = time.perf_counter()
-        self.training_seconds = 0.0
-        self.recent: list[float] = []
+        self.seconds: list[float] = []  # of every step; an average where several were read together
+        self.last_loss = math.nan
+        self.checkpoint: Path | None = None
         self.unigram, self.xz = text.unigram_bits(), text.xz_bits()
         self.console = Console(highlight=False)
         self.console.print(f"text: {text.source}; {len(text.train):,} bytes to train on", soft_wrap=True)
         self.console.print(f"held out: {len(text.held_out):,} bytes, {text.split}", soft_wrap=True)
         self.console.print(f"on them: unigram entropy {self.unigram:.3f}, xz -9 {self.xz:.3f} bits per byte")
-        self.console.print(f"run: {run}, {options.ranks} rank{'s' * (options.ranks > 1)} of {options.threads} thread(s)", soft_wrap=True)
+        machine = f"of {options.threads} thread(s)" if options.device == "cpu" else f"on {torch.cuda.get_device_name()}"
+        self.console.print(f"model: {parameters:,} parameters, {options.dtype}, experts by {options.moe}")
+        self.console.print(f"run: {run}, {options.ranks} rank{'s' * (options.ranks > 1)} {machine}", soft_wrap=True)
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.description}"), TimeRemainingColumn())
         self.progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal, expand=True)
         self.task = self.progress.add_task("", total=options.steps, completed=first)
@@ -657,23 +808,29 @@ class _Report:
         kept = [line for line in read_metrics(self.metrics) if line["step"] <= first]
         write_atomically(self.metrics, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
-    def step(self, done: int, step: Step, seconds: float, validation: float | None) -> None:
-        self.training_seconds += seconds
-        self.recent = [*self.recent[-19:], seconds]
-        rate = len(self.recent) * self.options.batch * self.options.sequence / sum(self.recent)
-        line: dict[str, Any] = dict(step=done, loss=step.loss, lr=step.lr, grad_norm=step.grad_norm, load=step.load, tokens_per_second=rate)
-        if validation is not None:
-            line["validation"] = validation
+    def steps(self, done: int, steps: list[Step], seconds: float, validation: float | None) -> None:
+        """The steps up to `done` that were read together and took `seconds`."""
+        self.seconds += [seconds / len(steps)] * len(steps)
+        rate = self._rate(self.seconds[-20:])
         with open(self.metrics, "a") as file:
-            file.write(json.dumps(line) + "\n")
-        load = max(step.load)
-        self.progress.update(self.task, completed=done, description=f"loss {step.loss:.3f}  {rate:,.0f} tokens/s  load {load:.2f}")
+            for number, step in enumerate(steps, start=done - len(steps) + 1):
+                line: dict[str, Any] = dict(step=number, loss=step.loss, lr=step.lr, grad_norm=step.grad_norm, load=step.load)
+                line["tokens_per_second"] = rate
+                if validation is not None and number == done:
+                    line["validation"] = validation
+                file.write(json.dumps(line) + "\n")
+        loss, load = steps[-1].loss, max(steps[-1].load)
+        self.last_loss = loss
+        self.progress.update(self.task, completed=done, description=f"loss {loss:.3f}  {rate:,.0f} tokens/s  load {load:.2f}")
         if validation is not None:
             self.progress.console.print(
-                f"step {done:>6}  train {step.loss:.3f}  validation {validation:.3f} bits per byte  "
+                f"step {done:>6}  train {loss:.3f}  validation {validation:.3f} bits per byte  "
                 f"load {load:.2f} of mean  {rate:,.0f} tokens/s",
                 soft_wrap=True,
             )
+
+    def _rate(self, seconds: list[float]) -> float:
+        return len(seconds) * self.options.batch * self.options.sequence / sum(seconds)
 
     def saved(self, path: Path) -> None:
         self.checkpoint = path
@@ -681,19 +838,32 @@ class _Report:
             self.progress.console.print(reason)
 
     def stopped(self, done: int) -> None:
+        if self.checkpoint is None:
+            self.progress.console.print(f"stopped after step {done}; nothing was saved (--checkpoint-every=0)")
+            return
         self.progress.console.print(f"stopped after step {done}; {self.checkpoint} is complete", soft_wrap=True)
         self.progress.console.print(f"go on with: python -m mok train --resume {self.run}", soft_wrap=True)
 
-    def summary(self, validation: float) -> None:
-        tokens = (self.options.steps - self.first) * self.options.batch * self.options.sequence
-        rate = f"{tokens / self.training_seconds:,.0f}" if self.training_seconds else "-"
+    def summary(self, validation: float, peak_bytes: int, others: dict[str, float] | None) -> None:
+        """others: tokens per second by layer, of `_take_turns`."""
+        options, seconds = self.options, self.seconds[WARMUP_STEPS:] or self.seconds
+        rate = f"{self._rate(seconds):,.0f}" if seconds else "-"
         table = Table("", "bits per byte", title=f"{self.run.name}: step {self.options.steps}")
         table.columns[1].justify = "right"
+        table.add_row("train, last step", f"{self.last_loss:.3f}")
         table.add_row("validation", f"{validation:.3f}")
         table.add_row("unigram entropy", f"{self.unigram:.3f}")
         table.add_row("xz -9", f"{self.xz:.3f}", end_section=True)
         table.add_row("tokens/s", rate)
+        if options.device == "cuda":
+            table.add_row("peak memory", f"{peak_bytes / 2**30:.1f} GiB")
         table.add_row("time", f"{time.perf_counter() - self.began:.0f} s")
+        if others:
+            table.add_section()
+            for layer, tokens in others.items():
+                table.add_row(f"tokens/s in turns, {layer}", f"{tokens:,.0f}")
+            ours, theirs = others.values()
+            table.add_row(f"{options.moe} over {options.against}", f"{ours / theirs:.3f}")
         self.console.print(table)
 
 
@@ -774,7 +944,7 @@ def launched() -> tuple[int, int] | None:
 
 
 def default_ranks(slices: int, experts: int) -> int:
-    """Two on a machine of at least two cores, if the problem can be cut in two."""
+    """On a CPU: two on a machine of at least two cores, if the problem can be cut in two."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return 2 if cores >= 2 and slices % 2 == 0 and experts >= 2 else 1
 
@@ -783,8 +953,10 @@ def train(options: Options, run: Path, resume: bool) -> int:
     """Train or go on, in as many processes as `options.ranks`. Returns the exit code of the command.
 
     Raises:
-        TrainError: before any process is started, if the text, the run or its checkpoint do not fit.
+        TrainError: before any process is started, if the text, the run or its checkpoint do not fit, or GPUs are missing.
     """
+    if options.device == "cuda":
+        _look_for_gpus(options)
     text = read_text(options.text, options.sequence)
     checkpoint = None
     if resume:
@@ -792,7 +964,7 @@ def train(options: Options, run: Path, resume: bool) -> int:
     elif (launched() or (0, 1))[0] == 0:
         _create(run, options, text)
     if launched():
-        dist.init_process_group("gloo", timeout=_timeout(options))
+        _join(options, int(os.environ.get("LOCAL_RANK", "0")))
         try:
             code = _run(options, run, text, checkpoint, Ranks(dist.group.WORLD), _Stop())
             dist.barrier()
@@ -802,6 +974,29 @@ def train(options: Options, run: Path, resume: bool) -> int:
     if options.ranks == 1:
         return _run(options, run, text, checkpoint, Ranks(), _Stop())
     return _spawn(options, run, text, checkpoint)
+
+
+def _look_for_gpus(options: Options) -> None:
+    """One GPU per rank of this machine, or fewer where torch's symmetric memory was told that ranks share one (slow; for tests)."""
+    gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", options.ranks))
+    if not gpus:
+        _reject("device", options.device, "PyTorch finds no GPU on this machine")
+    if here > gpus and os.environ.get(SHARED_GPUS) != "1":
+        _reject("ranks", options.ranks, f"{here} ranks on this machine of {gpus} GPU(s); {SHARED_GPUS}=1 lets them share, slowly")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+
+
+def _join(options: Options, local_rank: int, **how: Any) -> None:
+    """Enter the group of all ranks: over NCCL where each has a GPU of its own, else over gloo."""
+    backend = "gloo"
+    if options.device == "cuda":
+        gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", options.ranks))
+        device = torch.device("cuda", local_rank % gpus)
+        torch.cuda.set_device(device)
+        if here <= gpus:
+            backend, how["device_id"] = "nccl", device
+    dist.init_process_group(backend, timeout=_timeout(options), **how)
 
 
 def _create(run: Path, options: Options, text: Text) -> None:
@@ -872,7 +1067,7 @@ def _rank(
     if text.digest != text_digest:
         raise TrainError(f"the text changed while the ranks started ({text.source})")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=options.ranks, timeout=_timeout(options))
+    _join(options, rank, init_method=rendezvous, rank=rank, world_size=options.ranks)
     code = _run(options, run, text, checkpoint, Ranks(dist.group.WORLD), look)
     if rank == 0:
         outcome.value = code

@@ -8,9 +8,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from mok import cli, train
+from mok.model import LanguageModel
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +39,11 @@ BAD = {
     "--layers=1": "--layers=1: must be at least 2",
     "--hidden=100": "--hidden=100: must be a multiple of 32",
     "--hidden=0": "--hidden=0: must be at least 32",
+    "--dense=-1": "--dense=-1: must be at least 0",
+    "--dense=4": "--layers=4: must be at least 5",
+    "--heads=0": "--heads=0: must be at least 1",
+    "--head-width=33": "--head-width=33: must be even",
+    "--width=0": "--width=0: must be at least 1",
     "--experts=0": "--experts=0: must be at least 1",
     "--experts=2": "--top-k=4: must be at most --experts=2",
     "--top-k=17": "--top-k=17: must be at most --experts=16",
@@ -51,11 +58,21 @@ BAD = {
     "--minibatch=100": "--minibatch=100: must be a multiple of 128",
     "--macrobatch=5000": "--macrobatch=5000: must be a multiple of minibatch=4096",
     "--saved-rows=-1": "--saved-rows=-1: must be at least 0",
-    "--checkpoint-every=0": "--checkpoint-every=0: must be at least 1",
+    "--checkpoint-every=-1": "--checkpoint-every=-1: must be at least 0",
     "--eval-every=0": "--eval-every=0: must be at least 1",
-    "--device=cuda": "--device=cuda: training on a GPU comes with the GPU kernels",
-    "--device=tpu": "--device=tpu: must be cpu",
-    "--dtype=bfloat16": "--dtype=bfloat16: must be float32",
+    "--size=big": "--size=big: must be one of small, 400m",
+    "--device=tpu": "--device=tpu: must be cpu or cuda",
+    "--device=cuda --dtype=float32": "--dtype=float32: must be bfloat16 with --device=cuda",
+    "--device=cuda --width=100": "--width=100: must be a multiple of 16 with --device=cuda",
+    "--device=cuda --hidden=2056": "--hidden=2056: must be a multiple of 16 with --device=cuda",
+    "--device=cuda --head-width=36": "--head-width=36: must be a multiple of 8 with --device=cuda",
+    "--dtype=float16": "--dtype=float16: must be float32 or bfloat16",
+    "--moe=best": "--moe=best: must be one of mok, torch, torch-compiled",
+    "--moe=torch": "--moe=torch: needs --dtype=bfloat16",
+    "--moe=torch --dtype=bfloat16 --ranks=2": "--moe=torch: runs on one rank, not on --ranks=2",
+    "--against=mok": "--against=mok: must be another layer than --moe",
+    "--against=mok --moe=torch --dtype=bfloat16 --ranks=2": "--moe=torch: runs on one rank",
+    "--against=torch --dtype=bfloat16 --ranks=2": "--against=torch: runs on one rank, not on --ranks=2",
     "--text=missing": "no such file or folder",
     "--name=a/b": "--name=a/b: must be a plain name",
     "--name=..": "--name=..: must be a plain name",
@@ -65,7 +82,7 @@ BAD = {
 
 @pytest.mark.parametrize("argument", BAD)
 def test_a_bad_option_is_named_before_anything_starts(argument, _folder, tmp_path):
-    code, output = call(argument)
+    code, output = call(*argument.split())
     assert code == 1, output
     assert BAD[argument] in output
     assert "Traceback" not in output
@@ -93,6 +110,28 @@ def test_defaults_and_given_options(_folder):
     assert _folder.pop()[0] == train.Options(ranks=train.default_ranks(4, 16)), "the command and Options have the same defaults"
 
 
+def test_a_gpu_and_a_size_choose_other_defaults(_folder):
+    assert call("--device=cuda")[0] == 0
+    large = _folder.pop()[0]
+    assert large == train.Options(**train.SIZES["400m"], device="cuda")
+    assert (large.ranks, large.dtype, large.experts) == (1, "bfloat16", 64)
+    assert call("--device=cuda", "--size=small", "--ranks=2")[0] == 0
+    assert _folder.pop()[0] == train.Options(device="cuda", dtype="bfloat16", ranks=2)
+    assert call("--size=400m", "--batch=4", "--ranks=1")[0] == 0
+    assert _folder.pop()[0] == train.Options(**{**train.SIZES["400m"], "batch": 4})
+    assert call("--dtype=bfloat16", "--moe=torch")[0] == 0
+    assert _folder.pop()[0].ranks == 1, "torch's layer runs on one rank"
+
+
+def test_sizes_are_what_the_help_says():
+    for size, parameters in {"small": 1.7e6, "400m": 414e6}.items():
+        with torch.device("meta"):
+            config = train.Options(**train.SIZES[size]).model()
+            model = LanguageModel(config, device="meta", layer="torch")
+        count = sum(p.numel() for p in (*model.trunk.parameters(), *model.experts().values()))
+        assert count == pytest.approx(parameters, rel=0.01)
+
+
 def test_resume_takes_a_name_or_a_folder_and_the_runs_options(_folder, tmp_path):
     for folder in (tmp_path / "runs" / "x", tmp_path / "elsewhere"):
         folder.mkdir(parents=True)
@@ -104,6 +143,7 @@ def test_resume_takes_a_name_or_a_folder_and_the_runs_options(_folder, tmp_path)
         assert (options.steps, options.ranks, options.minibatch, resume) == (7, 2, 128, True)
     assert "--steps=9: the run was started with 7" in call("--resume=x", "--steps=9")[1]
     assert "--name=y: a run that is resumed keeps its name" in call("--resume=x", "--name=y")[1]
+    assert "--size=400m: a run that is resumed keeps its size" in call("--resume=x", "--size=400m")[1]
     (tmp_path / "elsewhere" / "config.json").write_text("{")
     assert "is not a config of mok train" in call("--resume", str(tmp_path / "elsewhere"))[1]
 
@@ -129,5 +169,5 @@ def test_help():
     line = [sys.executable, "-m", "mok", "train", "--help"]
     result = subprocess.run(line, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "200"})
     assert result.returncode == 0, result.stderr
-    for option in ("--steps", "--ranks", "--saved-rows", "--resume", "--text"):
+    for option in ("--size", "--steps", "--ranks", "--saved-rows", "--resume", "--text", "--device", "--moe", "350, 200 for 400m"):
         assert option in result.stdout
