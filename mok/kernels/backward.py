@@ -27,7 +27,6 @@ from mok.kernels.gradients import (
     gate_and_up,
     hidden_slices,
     multiply_rows,
-    prefetch_rows,
     push_d_weights,
     push_d_x,
     slices,
@@ -329,10 +328,6 @@ def backward_kernel(
                     routed_rows = (kind == HIDDEN) | (kind == D_X)
                     place = tl.where(routed_rows, tile % ring, tile) * BLOCK_M
                     column = part * BLOCK_N
-                    if (kind == HIDDEN) & (tile < saved_tiles):
-                        saved_rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-                        prefetch_rows(saved_gate_ptr, saved_rows, column, saved_tiles * BLOCK_M, I, BLOCK_N)
-                        prefetch_rows(saved_up_ptr, saved_rows, column, saved_tiles * BLOCK_M, I, BLOCK_N)
                     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
                     for half in range(tl.where(hidden, 1, 2)):
                         if hidden:

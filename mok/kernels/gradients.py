@@ -131,18 +131,6 @@ def load_slice(ptr, rows, column, num_rows, width, SLICE: tl.constexpr, CLIP: tl
 
 
 @triton.jit
-def prefetch_rows(ptr, rows, column, num_rows, width, COLUMNS: tl.constexpr):
-    """Bring columns column .. column + COLUMNS of rows of a matrix into the L2 cache."""
-    if not INTERPRETING:
-        rows = tl.minimum(rows, num_rows - 1)
-        size = tl.minimum(COLUMNS, width - column) * 2 + rows * 0
-        at = (ptr + rows.to(tl.int64) * width + column).to(tl.int64)
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [at, size], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
 def store_slice(ptr, value, rows, column, num_rows, width, SLICE: tl.constexpr, CLIP: tl.constexpr):
     if CLIP:
         width = tl.multiple_of(width, 16)
