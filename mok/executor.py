@@ -6,7 +6,8 @@ gradients) go tile by tile, in order, into one accumulator that lives on when a 
 token of the batch can move a bit.
 
 Values are fp32 (fp64 for fp64 inputs), rounded to the dtype of x where `reference.py` rounds; in backward d_gate, d_up, w * h and each
-slot's d_x are rounded too, as they pass through memory, and weight gradients once at the end.
+slot's d_x are rounded too, as they pass through memory, and weight gradients once at the end. With a `Recipe` the operands of products
+are quantized; x and dY are published and dispatched as E4M3 values with their scales.
 
 Legend: T tokens of a rank, H hidden, I intermediate, L experts of this rank, K choices per token, M padded rows of this rank, N any rows.
 """
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from mok.config import TILE_M, Tuning
 from mok.fabric import Call, Region
+from mok.quantize import E4M3, UNQUANTIZED, Recipe, dequantize, quantize, scale_shape
 from mok.schedule import Schedule, build_schedule, local_experts, sort_routes
 
 
@@ -68,16 +70,17 @@ def swiglu_backward(gate: Tensor, up: Tensor, d_hidden: Tensor, clamp: float | N
 
 @dataclass(frozen=True)
 class Expert:
-    """One expert's weights, wide: gate and up [I, H], down [H, I]."""
+    """One expert's weights, wide: gate and up [I, H], down [H, I]. Quantized for products over their last dimension, as the forward has
+    them, or over their first, as the gradients of its operands have them."""
 
     gate: Tensor
     up: Tensor
     down: Tensor
 
     @staticmethod
-    def of(gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> Expert:
+    def of(gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, recipe: Recipe = UNQUANTIZED, contraction: int = -1) -> Expert:
         wide = wide_dtype(gate_IH.dtype)
-        return Expert(*(w.to(wide).contiguous() for w in (gate_IH, up_IH, down_HI)))
+        return Expert(*(recipe.weight(w.to(wide).contiguous(), contraction) for w in (gate_IH, up_IH, down_HI)))
 
     def gate_up(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """gate, up of one tile of wide rows, rounded."""
@@ -255,16 +258,29 @@ class Shape:
     top_k: int
     num_experts: int
     dtype: torch.dtype
+    recipe: Recipe = UNQUANTIZED
 
     @property
     def slots(self) -> int:
         return self.tokens * self.top_k
 
+    def operand(self, name: str) -> list[Region]:
+        """The regions of a [T, H] operand: itself, or its E4M3 values and their scales."""
+        shape = (self.tokens, self.hidden)
+        if not self.recipe.quantized:
+            return [Region(name, shape, self.dtype)]
+        return [Region(name, shape, E4M3), Region(f"{name}_scale", scale_shape(shape, self.recipe.row), torch.uint8)]
+
+    def published(self, name: str, value_TH: Tensor) -> dict[str, Tensor]:
+        """What goes into these regions."""
+        values = quantize(value_TH, self.recipe.row) if self.recipe.quantized else (value_TH,)
+        return {region.name: value for region, value in zip(self.operand(name), values, strict=True)}
+
     def _published(self) -> list[Region]:
         return [
             Region("counts", (self.num_experts,), torch.int64),
             Region("order", (self.slots,), torch.int32),
-            Region("x", (self.tokens, self.hidden), self.dtype),
+            *self.operand("x"),
         ]
 
     def forward_regions(self) -> list[Region]:
@@ -275,7 +291,7 @@ class Shape:
         wide = wide_dtype(self.dtype)
         return [
             *self._published(),
-            Region("d_y", (self.tokens, self.hidden), self.dtype),
+            *self.operand("d_y"),
             Region("weights", (self.slots,), wide),
             Region("d_weights", (self.slots,), wide),
             Region("d_x", (self.slots, self.hidden), self.dtype),
@@ -309,15 +325,23 @@ def _minibatches(rows: int, tuning: Tuning) -> list[slice]:
 
 
 class Ring:
-    """M rows of a destination: row r lives in slot r mod M. Dispatch runs ahead until it is full; a done minibatch frees its slots."""
+    """M rows of a destination: row r lives in slot r mod M. Dispatch runs ahead until it is full; a done minibatch frees its slots.
 
-    def __init__(self, rows: int, tuning: Tuning, widths: dict[str, int], dtypes: dict[str, torch.dtype]) -> None:
+    regions: names, widths and dtypes of its buffers.
+    """
+
+    def __init__(self, rows: int, tuning: Tuning, regions: list[Region]) -> None:
         self.size = min(tuning.macrobatch, rows)  # without a second round nothing needs to be a multiple of the minibatch
-        self.buffers = {name: torch.empty(self.size, width, dtype=dtypes[name]) for name, width in widths.items()}
+        self.buffers = {region.name: torch.empty(self.size, *region.shape[1:], dtype=region.dtype) for region in regions}
 
     def slots(self, name: str, rows: slice) -> Tensor:
         first = rows.start % self.size
         return self.buffers[name][first : first + rows.stop - rows.start]
+
+    def operand(self, name: str, rows: slice, shape: Shape) -> Tensor:
+        """Dispatched rows of a `Shape.operand`, wide."""
+        wide, first, *scale = wide_dtype(shape.dtype), *(self.slots(region.name, rows) for region in shape.operand(name))
+        return dequantize(first, scale[0], shape.recipe.row, wide) if scale else first.to(wide)
 
 
 def _run_through_ring(minibatches: list[slice], ring: Ring) -> Iterator[tuple[str, slice]]:
@@ -378,27 +402,28 @@ def forward(
 
     Returns out [T, H], gate and up [C, I] of the first C rows (kept for backward), and the int64 counts [R, E] of every rank's routes.
     """
-    dtype, wide = shape.dtype, wide_dtype(shape.dtype)
-    schedule, counts_RE = publish(call, shape, ids_TK, {"x": x_TH})
+    dtype, wide, recipe = shape.dtype, wide_dtype(shape.dtype), shape.recipe
+    schedule, counts_RE = publish(call, shape, ids_TK, shape.published("x", x_TH))
 
     rows_M, width = int(schedule.num_tokens), gate_LIH.shape[1]
     saved = 0 if not save else rows_M if tuning.saved_rows is None else min(rows_M, tuning.saved_rows // TILE_M * TILE_M)
     gate_CI, up_CI = (torch.empty(saved, width, dtype=dtype) for _ in range(2))
-    ring = Ring(rows_M, tuning, {"x": shape.hidden, "y": shape.hidden}, {"x": dtype, "y": dtype})
+    ring = Ring(rows_M, tuning, [*shape.operand("x"), Region("y", (rows_M, shape.hidden), dtype)])
     for task, rows in _run_through_ring(_minibatches(rows_M, tuning), ring):
         if task == "dispatch":
-            dispatch(call, schedule, "x", rows, shape.top_k, ring.slots("x", rows))
+            for region in shape.operand("x"):
+                dispatch(call, schedule, region.name, rows, shape.top_k, ring.slots(region.name, rows))
             continue
-        x, y = ring.slots("x", rows), ring.slots("y", rows)
+        y = ring.slots("y", rows)
         for e, tiles in _segments(schedule, rows):
-            expert = Expert.of(gate_LIH[e], up_LIH[e], down_LHI[e])
+            expert = Expert.of(gate_LIH[e], up_LIH[e], down_LHI[e], recipe)
             for row in tiles:
-                tile = slice(row - rows.start, row - rows.start + TILE_M)
-                gate, up = expert.gate_up(x[tile].to(wide), dtype)
+                tile = slice(row, row + TILE_M)
+                gate, up = expert.gate_up(ring.operand("x", tile, shape), dtype)
                 if row < saved:
-                    gate_CI[row : row + TILE_M], up_CI[row : row + TILE_M] = gate, up
+                    gate_CI[tile], up_CI[tile] = gate, up
                 hidden = swiglu(gate.to(wide), up.to(wide), clamp).to(dtype).to(wide)
-                y[tile] = hidden @ expert.down.T
+                ring.slots("y", tile)[:] = recipe.rows(hidden) @ expert.down.T
         push(call, schedule, "y", rows, y)
     call.signal("pushed")
     for peer in range(call.size):
@@ -455,8 +480,9 @@ def backward(
     main_grads: fp32 accumulators [L, ...] to add to instead of returning a gradient. Returns d_x [T, H], d_weights [T, K] wide, and the
     gradients of gate, up and down in their own dtype; None for what is not asked for or went into main_grads.
     """
-    dtype, wide = shape.dtype, wide_dtype(shape.dtype)
-    schedule, _ = publish(call, shape, ids_TK, {"x": x_TH, "d_y": d_out_TH, "weights": weights_TK.reshape(-1)})
+    dtype, wide, recipe = shape.dtype, wide_dtype(shape.dtype), shape.recipe
+    published = {**shape.published("x", x_TH), **shape.published("d_y", d_out_TH), "weights": weights_TK.reshape(-1)}
+    schedule, _ = publish(call, shape, ids_TK, published)
 
     weights_LIH = (gate_LIH, up_LIH, down_LHI)
     gradients = [
@@ -464,8 +490,8 @@ def backward(
         for w, main in zip(weights_LIH, main_grads, strict=True)
     ]
 
-    def retire(done: tuple[int, Expert, ExpertGradient | None] | None) -> None:
-        e, _, gradient = done or (0, None, None)
+    def retire(done: tuple[int, Expert, Expert, ExpertGradient | None] | None) -> None:
+        e, _, _, gradient = done or (0, None, None, None)
         if gradient is None:
             return
         for total, out, main in zip((gradient.gate, gradient.up, gradient.down), gradients, main_grads, strict=True):
@@ -475,50 +501,47 @@ def backward(
                 out[e] = total
 
     rows_M, saved = int(schedule.num_tokens), gate_CI.shape[0]
-    ring = Ring(
-        rows_M,
-        tuning,
-        {"x": shape.hidden, "d_y": shape.hidden, "d_x": shape.hidden, "weights": 1, "d_weights": 1},
-        {"x": dtype, "d_y": dtype, "d_x": dtype, "weights": wide, "d_weights": wide},
-    )
-    current: tuple[int, Expert, ExpertGradient | None] | None = None  # carried from minibatch to minibatch
+    operands = [*shape.operand("x"), *shape.operand("d_y"), Region("weights", (rows_M, 1), wide)]
+    results = [Region("d_x", (rows_M, shape.hidden), dtype), Region("d_weights", (rows_M, 1), wide)]
+    ring = Ring(rows_M, tuning, [*operands, *results])
+    current: tuple[int, Expert, Expert, ExpertGradient | None] | None = None  # carried from minibatch to minibatch
     for task, rows in _run_through_ring(_minibatches(rows_M, tuning), ring):
-        x, d_y, d_x = ring.slots("x", rows), ring.slots("d_y", rows), ring.slots("d_x", rows)
-        weights, d_weights = ring.slots("weights", rows), ring.slots("d_weights", rows)
         if task == "dispatch":
-            if needs.experts or rows.stop > saved:
-                dispatch(call, schedule, "x", rows, shape.top_k, x)
-            dispatch(call, schedule, "d_y", rows, shape.top_k, d_y)
-            dispatch(call, schedule, "weights", rows, 1, weights[:, 0])  # a region of [T * K] is read slot by slot
+            wanted = operands if needs.experts or rows.stop > saved else operands[len(shape.operand("x")) :]
+            for region in wanted:
+                out = ring.slots(region.name, rows)
+                if region.name == "weights":  # a region of [T * K] is read slot by slot
+                    dispatch(call, schedule, region.name, rows, 1, out[:, 0])
+                else:
+                    dispatch(call, schedule, region.name, rows, shape.top_k, out)
             continue
         for e, tiles in _segments(schedule, rows):
             if current is None or current[0] != e:
                 retire(current)
-                expert = Expert.of(gate_LIH[e], up_LIH[e], down_LHI[e])
-                current = (e, expert, ExpertGradient.zeros(expert) if needs.experts else None)
-            _, expert, gradient = current
+                expert = Expert.of(gate_LIH[e], up_LIH[e], down_LHI[e], recipe)
+                transposed = Expert.of(gate_LIH[e], up_LIH[e], down_LHI[e], recipe, -2) if recipe.quantized else expert
+                current = (e, expert, transposed, ExpertGradient.zeros(expert) if needs.experts else None)
+            _, expert, transposed, gradient = current
             for row in tiles:
-                tile = slice(row - rows.start, row - rows.start + TILE_M)
-                x_tile, d_y_tile, w = x[tile].to(wide), d_y[tile].to(wide), weights[tile]
-                if row < saved:
-                    gate, up = gate_CI[row : row + TILE_M], up_CI[row : row + TILE_M]
-                else:
-                    gate, up = expert.gate_up(x_tile, dtype)
+                tile = slice(row, row + TILE_M)
+                x, d_y, w = ring.operand("x", tile, shape), ring.operand("d_y", tile, shape), ring.slots("weights", tile)
+                gate, up = (gate_CI[tile], up_CI[tile]) if row < saved else expert.gate_up(x, dtype)
                 gate, up = gate.to(wide), up.to(wide)
                 hidden = swiglu(gate, up, clamp).to(dtype).to(wide)
-                d_hidden = d_y_tile @ expert.down
+                d_hidden = d_y @ transposed.down
                 if needs.weights:
-                    d_weights[tile] = (d_hidden * hidden).sum(1, keepdim=True)
+                    ring.slots("d_weights", tile)[:] = (d_hidden * hidden).sum(1, keepdim=True)
                 if needs.experts or needs.x:
                     d_gate, d_up = (t.to(dtype).to(wide) for t in swiglu_backward(gate, up, d_hidden * w, clamp))
                 if gradient is not None:
-                    gradient.add_tile(x_tile, d_y_tile, d_gate, d_up, (hidden * w).to(dtype).to(wide))
+                    weighted = (hidden * w).to(dtype).to(wide)
+                    gradient.add_tile(*(recipe.columns(operand) for operand in (x, d_y, d_gate, d_up, weighted)))
                 if needs.x:
-                    d_x[tile] = d_gate @ expert.gate + d_up @ expert.up
+                    ring.slots("d_x", tile)[:] = recipe.rows(d_gate) @ transposed.gate + recipe.rows(d_up) @ transposed.up
         if needs.x:
-            push(call, schedule, "d_x", rows, d_x)
+            push(call, schedule, "d_x", rows, ring.slots("d_x", rows))
         if needs.weights:
-            push(call, schedule, "d_weights", rows, d_weights[:, 0])
+            push(call, schedule, "d_weights", rows, ring.slots("d_weights", rows)[:, 0])
     retire(current)
     call.signal("pushed")
     for peer in range(call.size):

@@ -25,6 +25,7 @@ from mok.config import MoEConfig, Tuning
 from mok.executor import row_linear, row_swiglu, row_swiglu_gradients, wide_dtype
 from mok.fabric import HostFabric, host_fabric
 from mok.ops import Inputs, MainGrads, Problem
+from mok.quantize import UNQUANTIZED, Precision, Recipe
 from mok.router import Router, Routing, balance_loss, row_sigmoid, scale_rows
 from mok.schedule import local_experts
 
@@ -126,7 +127,14 @@ class _Group:
 
 
 def _routed_cpu(
-    inputs: Inputs, shared: Tensor | None, main_grads: MainGrads, num_experts: int, clamp: float | None, group: _Group, tuning: Tuning
+    inputs: Inputs,
+    shared: Tensor | None,
+    main_grads: MainGrads,
+    num_experts: int,
+    clamp: float | None,
+    recipe: Recipe,
+    group: _Group,
+    tuning: Tuning,
 ) -> tuple[Tensor, Tensor]:
     """out [T, H] and the counts int64 [E] of the group's routes."""
     x, weights = inputs.x, inputs.weights
@@ -134,9 +142,10 @@ def _routed_cpu(
         if any(main is not None for main in main_grads):
             raise ValueError(COMPILED_MAIN_GRAD)
         name = "" if group.process_group is None else group.process_group.group_name
-        settings = (name, num_experts, clamp, tuning.minibatch, tuning.macrobatch, tuning.timeout_s, torch.is_grad_enabled())
+        problem_settings = (name, num_experts, clamp, recipe.precision, recipe.quantized_weight_gradients)
+        settings = (*problem_settings, tuning.minibatch, tuning.macrobatch, tuning.timeout_s, torch.is_grad_enabled())
         return ops.cpu_forward(x, inputs.ids, weights, inputs.gate, inputs.up, inputs.down, shared, *settings)
-    problem = Problem(group.fabric, tuning, num_experts, clamp)
+    problem = Problem(group.fabric, tuning, num_experts, clamp, recipe)
     asked = (x.requires_grad, weights.requires_grad, any(w.requires_grad for w in (inputs.gate, inputs.up, inputs.down)))
     call = ops.begin("forward", problem, inputs, asked, shared=shared, main_grads=main_grads)
     # A rank from which nothing is asked must still come to backward when another rank needs its experts.
@@ -151,6 +160,7 @@ def _routed_gpu(
     main_grads: MainGrads,
     num_experts: int,
     clamp: float | None,
+    recipe: Recipe,
     group: _Group,
     tuning: Tuning,
     shared_experts: SharedExperts | None = None,
@@ -162,6 +172,8 @@ def _routed_gpu(
     x, width = inputs.x, inputs.gate.shape[1]
     if x.dtype != torch.bfloat16:
         raise TypeError(f"x has dtype {x.dtype}: must be torch.bfloat16 on a GPU")
+    if recipe.quantized:
+        raise ValueError(f"precision={recipe.precision!r}: must be 'bf16' on a GPU")
     for name, size in (("hidden_size", x.shape[1]), ("intermediate_size", width)):
         if size % 16:
             raise ValueError(f"{name}={size}: must be a multiple of 16 on a GPU")
@@ -197,6 +209,8 @@ def moe(
     *,
     shared: Tensor | None = None,
     clamp: float | None = None,
+    precision: Precision = "bf16",
+    quantized_weight_gradients: bool = False,
     num_experts: int | None = None,
     group: Group = None,
     tuning: Tuning | None = None,
@@ -214,6 +228,8 @@ def moe(
             `main_grad` (fp32, same shape) its gradient is added into that and `.grad` stays None.
         shared: [..., H] added first, in fp32; the shared experts' output.
         clamp: L of silu(min(gate, L)) * clamp(up, -L, L); None for none.
+        precision: "bf16" multiplies in the dtype of x, whichever that is; "mxfp8" and "fp8" quantize operands as `mok.quantize.Recipe` says
+            (on the CPU). quantized_weight_gradients: those of weight gradients too.
         num_experts: E; needed when the group has more than one rank.
         group: a torch.distributed group or mesh of one dimension, a virtual rank (`mok.fabric.virtual_ranks`), or None for this rank alone.
         tuning: knobs; none moves a bit.
@@ -237,6 +253,7 @@ def moe(
                 raise ValueError("num_experts=None: must be given when the group has more than one rank")
             num_experts = gate_EIH.shape[0]
         num_experts, clamp = int(num_experts), None if clamp is None else float(clamp)
+        recipe = Recipe(precision, quantized_weight_gradients)
         inputs, main_grads = _inputs(_flat(x), _flat(ids), _flat(weights), gate_EIH, up_EIH, down_EHI)
         flat_shared = None if shared is None else _flat(shared)
     except Exception as error:
@@ -244,7 +261,7 @@ def moe(
             raise
         ranks.refuse(error, tuning)
     run = _routed_gpu if x.is_cuda else _routed_cpu
-    out, _ = run(inputs, flat_shared, main_grads, num_experts, clamp, ranks, tuning)
+    out, _ = run(inputs, flat_shared, main_grads, num_experts, clamp, recipe, ranks, tuning)
     return out.view(x.shape)
 
 
@@ -372,6 +389,8 @@ class MoE(nn.Module):
         group: a torch.distributed group, a mesh of one dimension (`mesh["ep"]`, needed beside FSDP2), a virtual rank, or None for this rank
             alone.
         tuning: the knobs; none moves a bit.
+        precision, quantized_weight_gradients: as `moe`; which operands are quantized is the table of `mok.quantize.Recipe`. Parameters and
+            their gradients keep their dtype. Weights are quantized anew by every forward and backward.
         dtype, device: of the parameters.
 
     Attributes:
@@ -388,6 +407,8 @@ class MoE(nn.Module):
         group: Group = None,
         *,
         tuning: Tuning | None = None,
+        precision: Precision = "bf16",
+        quantized_weight_gradients: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -398,6 +419,7 @@ class MoE(nn.Module):
             raise TypeError(f"tuning={tuning!r}: must be a Tuning")
         self.config = config
         self.tuning = Tuning() if tuning is None else tuning
+        self.recipe = Recipe(precision, quantized_weight_gradients)
         self.group = _Group.of(group)
         kind = torch.get_default_device().type if device is None else torch.device(device).type
         if kind == "cpu":
@@ -504,7 +526,7 @@ class MoE(nn.Module):
 
     def _run(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, shared: Tensor | None, shared_experts: SharedExperts | None) -> Tensor:
         inputs, main_grads = _inputs(x_TH, ids_TK, weights_TK, self.gate_EIH, self.up_EIH, self.down_EHI)
-        arguments = (inputs, shared, main_grads, self.config.num_experts, self.config.clamp, self.group, self.tuning)
+        arguments = (inputs, shared, main_grads, self.config.num_experts, self.config.clamp, self.recipe, self.group, self.tuning)
         out, counts_E = _routed_gpu(*arguments, shared_experts) if x_TH.is_cuda else _routed_cpu(*arguments)
         if self._counts_now():
             self.tokens_per_expert.copy_(counts_E)
@@ -542,4 +564,5 @@ class MoE(nn.Module):
 
     def extra_repr(self) -> str:
         c = self.config
-        return f"H={c.hidden_size}, I={c.intermediate_size}, E={c.num_experts}, K={c.top_k}, score={c.score}, ranks={self.group.size}"
+        sizes = f"H={c.hidden_size}, I={c.intermediate_size}, E={c.num_experts}, K={c.top_k}, score={c.score}, ranks={self.group.size}"
+        return sizes if self.recipe == UNQUANTIZED else f"{sizes}, precision={self.recipe.precision}"

@@ -1,4 +1,5 @@
-"""One collective call of the CPU layer (checks, agreement, forward, backward) and the same as torch.library operators for torch.compile.
+"""One collective call of the CPU layer (checks, agreement, forward, backward) and the same as torch.library operators for torch.compile;
+and the operator that quantizes a tensor to MXFP8.
 
 The operators `mok::cpu_forward` and `mok::cpu_backward` have shapes that follow from their inputs alone: they keep nothing between forward
 and backward but compute gate and up again, which no bit shows.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,13 @@ from mok import executor
 from mok.config import Tuning
 from mok.executor import Needs, Shape, exact, wide_dtype
 from mok.fabric import Call, HostFabric, Region, host_fabric
+from mok.quantize import E4M3, MX_ROW, UNQUANTIZED, Quantized, Recipe, quantize, scale_shape, to_tcgen05
 from mok.schedule import local_experts
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SAME_ON_ALL_RANKS = (
+    "hidden", "intermediate", "top_k", "num_experts", "dtype", "clamp", "precision", "quantized_weight_gradients", "grad_enabled", "of",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class Problem:
     tuning: Tuning
     num_experts: int
     clamp: float | None
+    recipe: Recipe = UNQUANTIZED
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class Inputs:
     down: Tensor
 
     def shape(self, problem: Problem) -> Shape:
-        return Shape(self.x.shape[0], self.x.shape[1], self.ids.shape[1], problem.num_experts, self.x.dtype)
+        return Shape(self.x.shape[0], self.x.shape[1], self.ids.shape[1], problem.num_experts, self.x.dtype, problem.recipe)
 
 
 MainGrads = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -109,8 +115,8 @@ def _backward_regions(request: dict[str, Any]) -> list[Region]:
 
 
 def _shape_of(request: dict[str, Any]) -> Shape:
-    dtype = getattr(torch, request["dtype"])
-    return Shape(request["tokens"], request["hidden"], request["top_k"], request["num_experts"], dtype)
+    dtype, recipe = getattr(torch, request["dtype"]), Recipe(request["precision"], request["quantized_weight_gradients"])
+    return Shape(request["tokens"], request["hidden"], request["top_k"], request["num_experts"], dtype, recipe)
 
 
 def begin(
@@ -148,6 +154,8 @@ def begin(
             "num_experts": problem.num_experts,
             "dtype": str(inputs.x.dtype).removeprefix("torch."),
             "clamp": problem.clamp,
+            "precision": problem.recipe.precision,
+            "quantized_weight_gradients": problem.recipe.quantized_weight_gradients,
             "grad_enabled": torch.is_grad_enabled() if grad_enabled is None else grad_enabled,
             "asked": [bool(a) for a in asked],
             "of": of,
@@ -157,7 +165,7 @@ def begin(
         request,
         _forward_regions if operation == "forward" else _backward_regions,
         error=error,
-        same=("hidden", "intermediate", "top_k", "num_experts", "dtype", "clamp", "grad_enabled", "of"),
+        same=SAME_ON_ALL_RANKS,
         timeout_s=problem.tuning.timeout_s,
     )
 
@@ -195,10 +203,12 @@ def run_backward(
 # ---- operators for torch.compile ----
 
 
-def _problem(group_name: str, num_experts: int, clamp: float | None, minibatch: int, macrobatch: int, timeout_s: float) -> Problem:
+def _problem(
+    group_name: str, num_experts: int, clamp: float | None, recipe: Recipe, minibatch: int, macrobatch: int, timeout_s: float
+) -> Problem:
     group = dist.distributed_c10d._resolve_process_group(group_name) if group_name else None  # type: ignore[arg-type]
     tuning = Tuning(minibatch=minibatch, macrobatch=macrobatch, saved_rows=0, timeout_s=timeout_s)
-    return Problem(host_fabric(group), tuning, num_experts, clamp)
+    return Problem(host_fabric(group), tuning, num_experts, clamp, recipe)
 
 
 @torch.library.custom_op("mok::cpu_forward", mutates_args=())
@@ -213,13 +223,16 @@ def cpu_forward(
     group_name: str,
     num_experts: int,
     clamp: float | None,
+    precision: str,
+    quantized_weight_gradients: bool,
     minibatch: int,
     macrobatch: int,
     timeout_s: float,
     grad_enabled: bool,
 ) -> tuple[Tensor, Tensor]:
     """out [T, H] and the counts int64 [E] of the group's routes; group_name "" is a group of one."""
-    problem = _problem(group_name, num_experts, clamp, minibatch, macrobatch, timeout_s)
+    recipe = Recipe(precision, quantized_weight_gradients)  # type: ignore[arg-type]
+    problem = _problem(group_name, num_experts, clamp, recipe, minibatch, macrobatch, timeout_s)
     inputs = Inputs(x, ids, weights, gate, up, down)
     call = begin("forward", problem, inputs, (False, False, False), shared=shared, grad_enabled=grad_enabled)
     out, _, _, counts_RE = run_forward(call, problem, inputs, shared, save=False)
@@ -244,12 +257,15 @@ def cpu_backward(
     group_name: str,
     num_experts: int,
     clamp: float | None,
+    precision: str,
+    quantized_weight_gradients: bool,
     minibatch: int,
     macrobatch: int,
     timeout_s: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """d_x, d_weights, d_gate, d_up, d_down; empty tensors of shape [0] for what is not asked for."""
-    problem = _problem(group_name, num_experts, clamp, minibatch, macrobatch, timeout_s)
+    recipe = Recipe(precision, quantized_weight_gradients)  # type: ignore[arg-type]
+    problem = _problem(group_name, num_experts, clamp, recipe, minibatch, macrobatch, timeout_s)
     inputs = Inputs(x, ids, weights, gate, up, down)
     nothing = x.new_empty(0, gate.shape[1])
     d_x, d_weights, d_experts = run_backward(problem, inputs, nothing, nothing, d_out, asked)
@@ -261,7 +277,7 @@ def cpu_backward(
 
 
 @cpu_backward.register_fake
-def _(d_out, x, ids, weights, gate, up, down, asked, group_name, num_experts, clamp, minibatch, macrobatch, timeout_s):  # type: ignore[no-untyped-def]
+def _(d_out, x, ids, weights, gate, up, down, asked, *rest):  # type: ignore[no-untyped-def]
     def like(tensor: Tensor, wanted: bool, dtype: torch.dtype) -> Tensor:
         return tensor.new_empty(tensor.shape if wanted else (0,), dtype=dtype)
 
@@ -288,3 +304,67 @@ def _backward(ctx, d_out, _):  # type: ignore[no-untyped-def]
 
 
 cpu_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+# ---- MXFP8 ----
+
+ScaleLayout = Literal["tcgen05", "plain"]
+
+
+@torch.library.custom_op("mok::mxfp8_quantize", mutates_args=())
+def _mxfp8_quantize(x: Tensor, normal: bool, transposed: bool, tcgen05: bool) -> list[Tensor]:
+    forms = [form for form, wanted in ((x, normal), (x.mT, transposed)) if wanted]
+    results: list[Tensor] = []
+    for form in forms:
+        if x.is_cuda:
+            from mok.kernels import quantize as kernels
+
+            results += kernels.quantize(form, MX_ROW, tcgen05)
+        else:
+            values, scale = quantize(form, MX_ROW)
+            results += Quantized(values, to_tcgen05(scale) if tcgen05 else scale)
+    return results
+
+
+@_mxfp8_quantize.register_fake
+def _(x, normal, transposed, tcgen05):  # type: ignore[no-untyped-def]
+    results = []
+    for shape, wanted in ((x.shape, normal), (x.mT.shape, transposed)):
+        if wanted:
+            experts = x.shape[0] if x.dim() == 3 else 1
+            tiled = (experts * -(-shape[-2] // 128), -(-shape[-1] // 128), 32, 16)
+            scale = tiled if tcgen05 else scale_shape(shape, MX_ROW)
+            results += [x.new_empty(shape, dtype=E4M3), x.new_empty(scale, dtype=torch.uint8)]
+    return results
+
+
+def mxfp8_quantize(
+    x: Tensor, return_normal: bool = True, return_transposed: bool = True, *, scale_layout: ScaleLayout = "tcgen05"
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """MXFP8 forms of x along its last dimension and along its last but one, each quantized from x (`mok.quantize`). No gradient.
+
+    Args:
+        x: bf16 or fp32 [M, N] or [E, M, N], any M and N.
+        return_normal, return_transposed: which forms; at least one.
+        scale_layout: "tcgen05" as Blackwell's tensor cores read scales (`mok.quantize.to_tcgen05`), "plain" with the dimensions of values.
+
+    Returns:
+        (values, scale, values_T, scale_T), None for what was not asked. values: E4M3 [.., M, N]; values_T: E4M3 [.., N, M], blocks of 32
+        along M. scale: uint8 E8M0 codes, [E * ceil(M / 128), ceil(N / 128), 32, 16] or plain [.., M, ceil(N / 32)]; scale_T: the same with
+        M and N exchanged.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and the rule.
+    """
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        raise TypeError(f"x has dtype {x.dtype}: must be torch.bfloat16 or torch.float32")
+    if x.dim() not in (2, 3):
+        raise ValueError(f"x has shape {tuple(x.shape)}: must be [M, N] or [E, M, N]")
+    if not return_normal and not return_transposed:
+        raise ValueError("return_normal=False, return_transposed=False: at least one must be True")
+    if scale_layout not in get_args(ScaleLayout):
+        raise ValueError(f"scale_layout={scale_layout!r}: must be one of {', '.join(get_args(ScaleLayout))}")
+    results: list[Tensor | None] = list(_mxfp8_quantize(x, return_normal, return_transposed, scale_layout == "tcgen05"))
+    nothing: list[Tensor | None] = [None, None]
+    normal, transposed = (results[:2] if return_normal else nothing), (results[-2:] if return_transposed else nothing)
+    return normal[0], normal[1], transposed[0], transposed[1]

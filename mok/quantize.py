@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -158,6 +158,90 @@ def _blocked(x: Tensor, block: Block) -> Tensor:
     down, across = scale_shape(x.shape, block)[-2:]
     x = torch.nn.functional.pad(x, (0, across * block[1] - columns, 0, down * block[0] - rows))
     return x.unflatten(-1, (across, block[1])).unflatten(-3, (down, block[0]))
+
+
+# ---- what a layer quantizes ----
+
+Precision = Literal["bf16", "mxfp8", "fp8"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Which operands of a layer's products are quantized, and how. Sums, and everything that is not in this table, are as without it.
+
+    | product | left operand, by rows | right operand | blocks along |
+    |---|---|---|---|
+    | gate = x Wg^T, up = x Wu^T | x, once, at its source, when it is published | Wg, Wu | H |
+    | y = h Wd^T | h, in the up tile's epilogue | Wd | I |
+    | dHid = dY Wd | dY, once, at its source, before any router weight multiplies it | Wd | H |
+    | dX = d_gate Wg + d_up Wu | d_gate, d_up, in the dHid tile's epilogue | Wg, Wu | I |
+
+    | weight gradient | as a rule | quantized_weight_gradients, blocks along the rows of an expert |
+    |---|---|---|
+    | dWg = d_gate^T X, dWu = d_up^T X | d_gate, d_up as they are; X as published | each of them, X from its published values |
+    | dWd = dY^T (w h) | dY as published; w h as it is | each of them, dY from its published values |
+
+    What is quantized is the value that the layer without a recipe has at that place: gate, up, h, d_gate, d_up and w h are rounded to the
+    layer's dtype first. x and dY travel between ranks quantized. y, dX, the router, its weights' gradient (dHid . h, with h not quantized)
+    and the shared experts are not quantized at all.
+
+    Under MXFP8 a weight has two quantized forms, one along each of its dimensions; under blockwise FP8 one serves both. Rows of an expert
+    start at a tile and are filled up with zeros, so no block holds rows of two experts and no padding moves a scale; inside an expert they
+    are ordered by (source rank, token, choice), so blocks along them do not depend on the number of ranks.
+
+    Weights are quantized whenever they are used, from the parameters as they are then. Nothing is kept, because nothing that a program may
+    do to a parameter's memory (an optimizer's step, `.data.copy_`, new memory at an old address, a gathered shard) would have to tell us.
+
+    Raises:
+        ValueError: precision is none of the three, or quantized_weight_gradients without a format. TypeError: it is not a bool.
+    """
+
+    precision: Precision = "bf16"
+    quantized_weight_gradients: bool = False
+
+    def __post_init__(self) -> None:
+        if self.precision not in get_args(Precision):
+            raise ValueError(f"precision={self.precision!r}: must be one of {', '.join(get_args(Precision))}")
+        if not isinstance(self.quantized_weight_gradients, bool):
+            raise TypeError(f"quantized_weight_gradients={self.quantized_weight_gradients!r}: must be a bool")
+        if self.quantized_weight_gradients and not self.quantized:
+            raise ValueError("quantized_weight_gradients=True: needs precision 'mxfp8' or 'fp8'")
+
+    @property
+    def quantized(self) -> bool:
+        return self.precision != "bf16"
+
+    @property
+    def row(self) -> Block:
+        """The block of an activation or gradient, along its row."""
+        return MX_ROW if self.precision == "mxfp8" else FP8_ROW
+
+    def weight_block(self, contraction: int) -> Block:
+        """The block of a weight that is contracted over its dimension -1 or -2."""
+        if self.precision == "fp8":
+            return FP8_SQUARE
+        return MX_ROW if contraction == -1 else MX_COLUMN
+
+    def rows(self, x: Tensor) -> Tensor:
+        """x [M, N] as the values of its quantized rows, in its own dtype."""
+        return _snapped(x, self.row) if self.quantized else x
+
+    def columns(self, x: Tensor) -> Tensor:
+        """x [M, N], an operand of a weight gradient, M rows of one expert from the start of a tile on."""
+        if not self.quantized_weight_gradients:
+            return x
+        return _snapped(x, MX_COLUMN if self.precision == "mxfp8" else FP8_COLUMN)
+
+    def weight(self, w: Tensor, contraction: int) -> Tensor:
+        """w as the values of its quantized form for products that are contracted over its dimension -1 or -2."""
+        return _snapped(w, self.weight_block(contraction)) if self.quantized else w
+
+
+UNQUANTIZED = Recipe()
+
+
+def _snapped(x: Tensor, block: Block) -> Tensor:
+    return dequantize(*quantize(x, block), block, x.dtype)
 
 
 # ---- the layout of scales that Blackwell's tensor cores read ----

@@ -28,6 +28,7 @@ def workspace_for(
 
     Raises:
         ValueError: more tokens than the group's workspace can hold, or ranks that disagree on H, K or E.
+        RuntimeError: a first use, or one with more tokens, while compiling.
     """
     key = ("" if group is None else group.group_name, device, hidden, top_k, num_experts)
     found = _workspaces.get(key)
@@ -35,6 +36,10 @@ def workspace_for(
         return found
     if found is not None and group is not None:
         raise ValueError(f"x has {tokens} tokens: the group's workspace holds {found.max_tokens} per rank; set Tuning.max_tokens")
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "torch.compile: call the layer once before it is compiled, with as many tokens: that makes the memory of its group"
+        )
     most = max(tokens, tuning.max_tokens or 0)
     made = make_workspace(group, device, most, hidden, top_k, num_experts, tuning.timeout_s, tuning.num_sms)
     if found is None:
