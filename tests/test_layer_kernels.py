@@ -55,12 +55,20 @@ def compare(name: str) -> None:
     poison = [torch.full((tokens, hidden), float("nan"), dtype=torch.bfloat16) for _ in range(20)]
     del poison
 
+    def step(leaves, mains):
+        experts = tuple(leaves[key] for key in ("gate", "up", "down"))
+        shared = tuple(leaves[key] for key in ("shared_gate", "shared_up", "shared_down")) if shared_width else None
+        return autograd.layer(
+            leaves["x"], ids, leaves["weights"], experts, shared, leaves.get("scale"), leaves.get("term"), mains[:3], mains[3:],
+            num_experts, clamp, None, None, tuning,
+        )  # fmt: skip
+
+    if gated:
+        with pytest.raises(Exception, match="call the layer once before it is compiled"):
+            torch.compile(step, fullgraph=True, backend="aot_eager")(tensors, [])
+        torch.compiler.reset()
     got = {key: value.clone().requires_grad_() for key, value in tensors.items()}
-    experts = tuple(got[key] for key in ("gate", "up", "down"))
-    shared = tuple(got[key] for key in ("shared_gate", "shared_up", "shared_down")) if shared_width else None
-    out, counts = autograd.layer(
-        got["x"], ids, got["weights"], experts, shared, got.get("scale"), got.get("term"), [], [], num_experts, clamp, None, None, tuning
-    )  # fmt: skip
+    out, counts = step(got, [])
     out.backward(d_out)
 
     want = {key: value.clone().requires_grad_() for key, value in tensors.items()}
@@ -77,6 +85,15 @@ def compare(name: str) -> None:
     for key, (a, b) in pairs.items():
         error = float((a.double() - b.double()).norm() / b.double().norm())
         assert a.dtype == b.dtype and error < 2**-7, f"{key}: relative error {error}"  # one rounding of bf16 more or less
+    if gated:  # compiled whole, into main_grads: the same bits, and nothing in .grad of the matrices
+        matrices = ("gate", "up", "down", "shared_gate", "shared_up", "shared_down")
+        leaves = {key: value.clone().requires_grad_() for key, value in tensors.items()}
+        mains = [torch.zeros(tensors[key].shape) for key in matrices]
+        again, _ = torch.compile(step, fullgraph=True, backend="aot_eager")(leaves, mains)
+        again.backward(d_out)
+        assert torch.equal(again, out) and all(torch.equal(leaves[key].grad, got[key].grad) for key in ("x", "weights", "scale"))
+        for key, main in zip(matrices, mains, strict=True):
+            assert leaves[key].grad is None and torch.equal(main.bfloat16(), got[key].grad), key
 
 
 if __name__ == "__main__":
