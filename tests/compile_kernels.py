@@ -98,6 +98,7 @@ def compile_one(kernel, arch: int, constants: dict[str, object], num_warps: int 
         tensor_core=ptx.count("wgmma.mma_async" if arch == 90 else "tcgen05.mma"),
         copy_engine=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
         serialized=len(re.findall(r"HGMMA[^\n]*gsb0 ;[^\n]*\n(?:[^\n]*\n){0,2}[^\n]*WARPGROUP\.DEPBAR\.LE gsb0, 0x0", sass)),
+        single_conversions=sass.count("F2F.BF16"),
         wide_loads=ptx.count("ld.global.v4"), wide_stores=ptx.count("st.global.v4"), narrow_stores=ptx.count("st.global.b16"),
         unfinished=unfinished_stores(ptx), announced=len(re.findall(r"gpu\.release\.add|release\.gpu\.global\.add", ptx)),
     )  # fmt: skip

@@ -34,6 +34,58 @@ def rounded(value):
 
 
 @triton.jit
+def rounded_pairs(value):
+    """`rounded` of fp32 values, two by one instruction; alone, each takes as long as an exponential."""
+    if INTERPRETING:
+        result = rounded(value)
+    else:
+        result = tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [value], dtype=tl.bfloat16, is_pure=True, pack=2)
+    return result
+
+
+@triton.jit
+def widened_pairs(value):
+    """bf16 -> fp32, two values from one register."""
+    if INTERPRETING:
+        result = value.to(tl.float32)
+    else:
+        result = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;", "=r,=r,r", [value], dtype=tl.float32, is_pure=True, pack=2
+        )
+    return result
+
+
+@triton.jit
+def in_order(first, second, straight):
+    """bf16 tiles (first, second) if straight is not 0, else (second, first)."""
+    if INTERPRETING:
+        one = tl.where(straight != 0, first, second)
+        other = tl.where(straight != 0, second, first)
+    else:  # two values at once; $5 is straight again
+        one, other = tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $4, 0; selp.b32 $0, $2, $3, p; selp.b32 $1, $3, $2, p; } // $5",
+            "=r,=r,r,r,r,r", [first, second, straight], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return one, other
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)) of fp32 values, with the bits of `tl.sigmoid`, but 0 where that is below 2^-126: for x < -87.34.
+
+    In four instructions: no exponential too small to count in 1 + exp(-x) is kept, and no result too small to be normal.
+    """
+    if INTERPRETING:
+        result = tl.sigmoid(x)
+    else:  # -log2(e), then 1
+        result = tl.inline_asm_elementwise(
+            "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }",
+            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return result
+
+
+@triton.jit
 def dot(a, b, total):
     if INTERPRETING:  # it would multiply bf16 as integers
         a = a.to(tl.float32)
@@ -43,13 +95,16 @@ def dot(a, b, total):
 
 @triton.jit
 def multiply(a_desc, b_desc, row, b_row, depth, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """a b^T in fp32, for BLOCK_M rows of a and both BLOCK_N rows of a pair, as one product. Past the end of a row both read zero."""
+    """a b^T for BLOCK_M rows of a and both BLOCK_N rows of a pair, as one product, summed in fp32; two tiles, rounded to bf16.
+
+    Past the end of a row both read zero.
+    """
     total = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
     for k in tl.range(0, depth, BLOCK_K):
         a = a_desc.load([row, k])
         b = b_desc.load([0, b_row, k]).reshape(2 * BLOCK_N, BLOCK_K)
         total = dot(a, b, total)
-    halves = tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1))
+    halves = tl.permute(tl.reshape(rounded_pairs(total), (BLOCK_M, 2, BLOCK_N)), (0, 2, 1))
     return tl.split(halves)
 
 
@@ -59,28 +114,25 @@ def swiglu(gate, up, limit, CLAMP: tl.constexpr):
 
     Example: gate 0, up 5 -> 0; gate 20, up -9, limit 4 -> silu(4) * -4 = -15.71.
     """
-    gate = gate.to(tl.float32)
-    up = up.to(tl.float32)
+    gate = widened_pairs(gate)
+    up = widened_pairs(up)
     if CLAMP:
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    return gate * tl.sigmoid(gate) * up
+    return gate * sigmoid(gate) * up
 
 
 @triton.jit
 def store_hidden(
     first, second, gate_first, h_desc, gate_desc, up_desc, ring_row, row, column, saved_rows, limit, CLAMP: tl.constexpr, SAVE: tl.constexpr
 ):  # fmt: skip
-    """h into the ring; gate and up, rounded as the backward will read them, into the first saved_rows rows of what is saved."""
-    first = rounded(first)
-    second = rounded(second)
-    gate = tl.where(gate_first != 0, first, second)
-    up = tl.where(gate_first != 0, second, first)
+    """h into the ring; gate and up, as the backward will read them, into the first saved_rows rows of what is saved."""
+    gate, up = in_order(first, second, gate_first)
     if SAVE:
         if row < saved_rows:
             gate_desc.store([row, column], gate)
             up_desc.store([row, column], up)
-    h_desc.store([ring_row, column], rounded(swiglu(gate, up, limit, CLAMP)))
+    h_desc.store([ring_row, column], rounded_pairs(swiglu(gate, up, limit, CLAMP)))
 
 
 @triton.jit
@@ -99,16 +151,6 @@ def push_to_slots(y, combine_ptr, combine_ptrs, source, slot, column, H: tl.cons
         slots = peer_address(combine_ptrs, tl.maximum(source, 0), tl.bfloat16) + slot.to(tl.int64) * H
     columns = column + tl.arange(0, BLOCK_N)
     tl.store(slots[:, None] + columns[None, :], y, mask=(source >= 0)[:, None] & (columns < H)[None, :])
-
-
-@triton.jit
-def push_rows(
-    y, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr, row, column,
-    H: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Round a tile of y, find the slots of its rows, and push it there."""
-    source, slot = find_slots(peer_rank_ptr, peer_token_idx_ptr, row, BLOCK_M)
-    push_to_slots(rounded(y), combine_ptr, combine_ptrs, source, slot, column, H, R, BLOCK_N)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from mok.kernels.dispatch import pull_rows
-from mok.kernels.experts import find_slots, multiply, push_to_slots, rounded, store_hidden, store_rows
+from mok.kernels.experts import find_slots, multiply, push_to_slots, store_hidden, store_rows
 from mok.kernels.signals import (
     H_FREE,
     H_READY,
@@ -150,12 +150,10 @@ def forward_kernel(
                     finish_copy_engine_stores(tile)
                     announce(h_ready_ptr + tile)
                 elif kind == DOWN:
-                    first = rounded(ab)
-                    second = rounded(ac)
                     tl.debug_barrier()  # the accumulators' registers are free before the addresses need some
                     source, slot = find_slots(peer_rank_ptr, peer_token_idx_ptr, row, BLOCK_M)
-                    push_to_slots(first, combine_ptr, combine_ptrs, source, slot, column, H, R, BLOCK_N)
-                    push_to_slots(second, combine_ptr, combine_ptrs, source, slot, column + BLOCK_N, H, R, BLOCK_N)
+                    push_to_slots(ab, combine_ptr, combine_ptrs, source, slot, column, H, R, BLOCK_N)
+                    push_to_slots(ac, combine_ptr, combine_ptrs, source, slot, column + BLOCK_N, H, R, BLOCK_N)
                     announce(h_free_ptr + tile)
                 elif S > 0:
                     if kind == SHARED_UP:
@@ -166,11 +164,9 @@ def forward_kernel(
                         finish_copy_engine_stores(tile)
                         announce(shared_h_ready_ptr + tile)
                     else:
-                        first = rounded(ab)
-                        second = rounded(ac)
                         tl.debug_barrier()
-                        store_rows(first, shared_out_ptr, row, tokens, column, H, BLOCK_M, BLOCK_N)
-                        store_rows(second, shared_out_ptr, row, tokens, column + BLOCK_N, H, BLOCK_M, BLOCK_N)
+                        store_rows(ab, shared_out_ptr, row, tokens, column, H, BLOCK_M, BLOCK_N)
+                        store_rows(ac, shared_out_ptr, row, tokens, column + BLOCK_N, H, BLOCK_M, BLOCK_N)
         if TRACE:
             note(trace_ptr, ticket, DONE)
             ticket = upcoming
