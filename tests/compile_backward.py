@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import triton
-from compile_kernels import CUOBJDUMP, unfinished_stores
+from compile_kernels import CUOBJDUMP
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -64,14 +64,18 @@ def argument_type(name: str, constants: dict[str, object]) -> str:
         return "constexpr"
     if name.endswith("_desc"):
         if name.endswith("weight_desc"):
-            block = (m, store)
+            block = (m, PLAN.block_n if constants["RUN"] == 1 else store)
         elif name in ("gate_desc", "up_desc"):
             block = (store, k)
-        elif name.endswith("_n_desc") or name.endswith("_kn_desc"):
+        elif name.endswith("_kn_desc"):
+            block = (1, k, n)
+        elif name.endswith("_n_desc"):
             block = (k, n)
+        elif name in ("ring_d_y_desc", "ring_d_gate_up_desc", "shared_d_y_desc", "shared_d_gate_up_desc"):
+            block = (1, m, k)
         else:
             block = (k, m) if name.endswith("_t_desc") else (m, k)
-        return f"tensordesc<bf16[{block[0]}, {block[1]}]>"
+        return f"tensordesc<bf16[{', '.join(map(str, block))}]>"
     if name.endswith("_ptrs"):
         return "*i64"
     if name.endswith("_ptr"):
@@ -100,10 +104,10 @@ def facts_of(kernel, arch: int, constants: dict[str, object], num_warps: int, nu
         name=kernel.__name__, shared=made.metadata.shared, stack=int(re.search(r"STACK:(\d+)", usage)[1]),
         tensor_core=ptx.count("wgmma.mma_async" if arch == 90 else "tcgen05.mma"),
         copy_engine=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
-        unfinished=unfinished_stores(ptx), announced=len(re.findall(r"gpu\.release\.add|release\.gpu\.global\.add|acq_rel", ptx)),
+        copy_engine_stores=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.global", ptx)), announced=len(re.findall(r"gpu\.release\.add|release\.gpu\.global\.add|acq_rel", ptx)),
         spills=len(spills), spills_between_products=sum(any(abs(s - p) < 12 for p in products) for s in spills),
         serialized=len(re.findall(r"HGMMA[^\n]*gsb0 ;[^\n]*\n(?:[^\n]*\n){0,2}[^\n]*WARPGROUP\.DEPBAR\.LE gsb0, 0x0", sass)),
-        exponentials=made.asm["ttgir"].count("math.exp"),
+        exponentials=made.asm["ttgir"].count("ex2.approx"),
     )  # fmt: skip
 
 

@@ -46,8 +46,8 @@ def test_compiles_for_the_chip(compiled, job):
     assert backward["tensor_core"] > 0, "no wgmma or tcgen05"
     assert backward["copy_engine"] > 0, "no bulk tensor loads"
     assert backward["announced"] > 0
-    # Only the two halves of a weight's gradient, which nobody reads in this kernel, may still be under way when a task ends.
-    assert backward["unfinished"] <= 2, "a store of the copy engine is announced before it is in memory"
+    # Only tiles of a weight's gradient, which nobody reads in this kernel, go by the copy engine: nobody waits until they are in memory.
+    assert backward["copy_engine_stores"] <= 4, "something else than a tile of a weight's gradient is stored by the copy engine"
     assert backward["shared"] <= 232448, "more shared memory than the chip has"
     assert backward["serialized"] == 0, "products wait for each other"
     assert backward["exponentials"] == 4, "the sigmoid of a slice is computed twice"

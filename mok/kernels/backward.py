@@ -168,20 +168,20 @@ def wait_for_inputs(
     return ok
 
 
-@triton.jit(do_not_specialize=["rank", "ring", "max_tiles", "num_local", "tokens", "saved_tiles", "wait_limit"])
+@triton.jit(do_not_specialize=["up_first", "shared_up_first", "rank", "ring", "max_tiles", "num_local", "tokens", "saved_tiles", "wait_limit"])
 def backward_kernel(
     d_y_ptr, d_y_ptrs, x_ptr, x_ptrs, weights_ptr, weights_ptrs, d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, control_ptrs,
     peer_rank_ptr, peer_token_idx_ptr, expert_tile_ptr, table_ptr, list_ptr,
     ring_d_y_ptr, ring_x_ptr, ring_d_gate_ptr, ring_d_up_ptr, ring_h_ptr, ring_weights_ptr, partial_ptr, carry_ptr,
     saved_gate_ptr, saved_up_ptr, saved_shared_gate_ptr, saved_shared_up_ptr, shared_d_gate_ptr, shared_d_up_ptr, shared_h_ptr,
     ring_x_desc, gate_desc, up_desc,
-    ring_d_y_desc, ring_d_gate_desc, ring_d_up_desc, down_kn_desc, gate_kn_desc, up_kn_desc,
+    ring_d_y_desc, ring_d_gate_up_desc, down_kn_desc, gate_up_kn_desc,
     ring_d_y_t_desc, ring_d_gate_t_desc, ring_d_up_t_desc, ring_x_n_desc, ring_h_n_desc,
-    shared_d_y_desc, shared_d_gate_desc, shared_d_up_desc, shared_down_kn_desc, shared_gate_kn_desc, shared_up_kn_desc,
+    shared_d_y_desc, shared_d_gate_up_desc, shared_down_kn_desc, shared_gate_up_kn_desc,
     shared_d_y_t_desc, shared_d_gate_t_desc, shared_d_up_t_desc, shared_x_n_desc, shared_h_n_desc,
     d_gate_weight_desc, d_up_weight_desc, d_down_weight_desc, shared_d_gate_weight_desc, shared_d_up_weight_desc, shared_d_down_weight_desc,
     d_gate_weight_ptr, d_up_weight_ptr, d_down_weight_ptr, shared_d_gate_weight_ptr, shared_d_up_weight_ptr, shared_d_down_weight_ptr,
-    shared_d_x_ptr, signals_ptr, trace_ptr, rank, ring, max_tiles, num_local, tokens, saved_tiles, limit, shared_limit, wait_limit,
+    shared_d_x_ptr, signals_ptr, trace_ptr, up_first, shared_up_first, rank, ring, max_tiles, num_local, tokens, saved_tiles, limit, shared_limit, wait_limit,
     H: tl.constexpr, I: tl.constexpr, S: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     CLAMP: tl.constexpr, RECOMPUTE: tl.constexpr, CARRY: tl.constexpr, ACCUMULATE: tl.constexpr, BY_COPY_ENGINE: tl.constexpr,
     NEED_X: tl.constexpr, NEED_WEIGHTS: tl.constexpr, NEED_EXPERTS: tl.constexpr, NEED_SHARED: tl.constexpr,
@@ -300,7 +300,7 @@ def backward_kernel(
                             if cut == 0:
                                 d_weight_run(
                                     a_desc, b_desc, out_desc, from_row, wrap, depth, m, n, tiles, expert * rows + m, trace_ptr, number,
-                                    TRACE, RUN, BLOCK_M, BLOCK_N, BLOCK_K, STORE,
+                                    TRACE, RUN, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_N if RUN == 1 else STORE,
                                 )  # fmt: skip
                         if CARRY | (not BY_COPY_ENGINE):
                             if (cut == 1) | (not BY_COPY_ENGINE):
@@ -329,34 +329,32 @@ def backward_kernel(
                     place = tl.where(routed_rows, tile % ring, tile) * BLOCK_M
                     column = part * BLOCK_N
                     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-                    for half in range(tl.where(hidden, 1, 2)):
-                        if hidden:
-                            inner = H
-                            right_row = expert * H
-                            left_desc = ring_d_y_desc
-                            right_desc = down_kn_desc
-                        else:
-                            inner = I
-                            right_row = expert * I
-                            if half == 0:
-                                left_desc = ring_d_gate_desc
-                                right_desc = gate_kn_desc
-                            else:
-                                left_desc = ring_d_up_desc
-                                right_desc = up_kn_desc
-                        if S > 0:
-                            if kind == SHARED_HIDDEN:
-                                left_desc = shared_d_y_desc
-                                right_desc = shared_down_kn_desc
-                            elif kind == SHARED_D_X:
-                                inner = S
-                                if half == 0:
-                                    left_desc = shared_d_gate_desc
-                                    right_desc = shared_gate_kn_desc
-                                else:
-                                    left_desc = shared_d_up_desc
-                                    right_desc = shared_up_kn_desc
-                        acc = multiply_rows(left_desc, right_desc, acc, place, right_row, column, inner, BLOCK_K)
+                    if hidden:
+                        inner = H
+                        planes = 1
+                        reversed_up = 0
+                        right_row = expert * H
+                        left_desc = ring_d_y_desc
+                        right_desc = down_kn_desc
+                    else:
+                        inner = I
+                        planes = 2
+                        reversed_up = up_first
+                        right_row = expert * I
+                        left_desc = ring_d_gate_up_desc
+                        right_desc = gate_up_kn_desc
+                    if S > 0:
+                        if kind == SHARED_HIDDEN:
+                            left_desc = shared_d_y_desc
+                            right_desc = shared_down_kn_desc
+                        elif kind == SHARED_D_X:
+                            inner = S
+                            reversed_up = shared_up_first
+                            left_desc = shared_d_gate_up_desc
+                            right_desc = shared_gate_up_kn_desc
+                    acc = multiply_rows(
+                        left_desc, right_desc, acc, planes, reversed_up, place, right_row, column, inner, BLOCK_M, BLOCK_N, BLOCK_K
+                    )  # fmt: skip
                     ticket, next_kind = take_ticket(taken, lanes, list_ptr, total)
                     if TRACE:
                         note(trace_ptr, number, COMPUTED)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mok.kernels.experts import dot, rounded
+from mok.kernels.experts import dot, rounded, sigmoid
 from mok.kernels.signals import INTERPRETING, peer_address
 from mok.kernels.trace import COMPUTED, note
 
@@ -32,11 +32,19 @@ def gate_and_up(x_desc, gate_desc, up_desc, row, weight_row, depth, BLOCK_M: tl.
 
 
 @triton.jit
-def multiply_rows(a_desc, b_desc, total, a_row, b_row, column, depth, BLOCK_K: tl.constexpr):
-    """total + a b: rows of a from a_row, all of its columns; rows b_row .. b_row + depth of b, a slice of columns."""
-    for k in tl.range(0, depth, BLOCK_K):
-        a = a_desc.load([a_row, k])
-        b = b_desc.load([b_row + k, column])
+def multiply_rows(
+    a_desc, b_desc, total, planes, b_reversed, a_row, b_row, column, depth,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """total + a b: rows of a from a_row, all of its columns; rows b_row .. b_row + depth of b, a slice of columns. Over one plane of a and
+    b or, in one sum, two; b_reversed: b's second plane belongs to a's first.
+    """
+    steps = tl.cdiv(depth, BLOCK_K)
+    for step in tl.range(0, steps * planes):
+        plane = tl.where(step >= steps, 1, 0)
+        k = (step - plane * steps) * BLOCK_K
+        a = a_desc.load([plane, a_row, k]).reshape(BLOCK_M, BLOCK_K)
+        b = b_desc.load([plane ^ b_reversed, b_row + k, column]).reshape(BLOCK_K, BLOCK_N)
         if INTERPRETING:  # it would multiply bf16 as integers
             a = a.to(tl.float32)
             b = b.to(tl.float32)
@@ -86,7 +94,7 @@ def hidden_gradient(d_hidden, gate, up, weight, limit, CLAMP: tl.constexpr):
     clipped = gate > limit
     if CLAMP:
         gate = tl.where(clipped, limit, gate)  # NaN stays NaN
-    s = tl.sigmoid(gate)
+    s = sigmoid(gate)
     silu = gate * s
     slope = s * (1 + gate * (1 - s))
     if CLAMP:
@@ -116,14 +124,14 @@ def addresses(ptr, rows, column, width, SLICE: tl.constexpr):
 
 @triton.jit
 def are_inside(rows, column, num_rows, width, SLICE: tl.constexpr):
-    return (rows < num_rows)[:, None] & (column + tl.arange(0, SLICE) < tl.multiple_of(width, 16))[None, :]
+    return (rows < num_rows)[:, None] & (column + tl.arange(0, SLICE) < width)[None, :]
 
 
 @triton.jit
 def load_slice(ptr, rows, column, num_rows, width, SLICE: tl.constexpr, CLIP: tl.constexpr):
     """A slice of columns of rows of a matrix [num_rows, width]; zeros outside. CLIP: a part of it may be outside."""
     if CLIP:
-        width = tl.multiple_of(width, 16)
+        width = tl.multiple_of(width + column * 0, 16)
         at = addresses(ptr, rows, column, width, SLICE)
         return tl.load(at, mask=are_inside(rows, column, num_rows, width, SLICE), other=0.0)
     else:
@@ -133,7 +141,7 @@ def load_slice(ptr, rows, column, num_rows, width, SLICE: tl.constexpr, CLIP: tl
 @triton.jit
 def store_slice(ptr, value, rows, column, num_rows, width, SLICE: tl.constexpr, CLIP: tl.constexpr):
     if CLIP:
-        width = tl.multiple_of(width, 16)
+        width = tl.multiple_of(width + column * 0, 16)
         tl.store(addresses(ptr, rows, column, width, SLICE), value, mask=are_inside(rows, column, num_rows, width, SLICE))
     else:
         tl.store(addresses(ptr, rows, column, width, SLICE), value)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mok.config import TILE_M
 from mok.kernels.backward import backward_kernel
@@ -24,7 +25,7 @@ Weights = tuple[Tensor, Tensor, Tensor]  # of gate, up and down
 # What the kernel takes only where there are shared experts.
 OF_SHARED = (
     *(name for name in backward_kernel.arg_names if "shared_" in name and name.endswith("_desc")),
-    "saved_shared_gate_ptr", "saved_shared_up_ptr", "shared_d_gate_ptr", "shared_d_up_ptr", "shared_h_ptr",
+    "saved_shared_gate_ptr", "saved_shared_up_ptr", "shared_d_gate_ptr", "shared_d_up_ptr", "shared_h_ptr", "shared_up_first",
 )  # fmt: skip
 
 
@@ -61,6 +62,11 @@ class BackwardPlan:
         """Columns of a tile that are stored at once, and of gate and of up where they are computed again."""
         return max(self.slice, self.block_n // 2)
 
+    @property
+    def weight_store(self) -> int:
+        """Columns of a weight's gradient that are stored at once: a whole tile, where no other tile's operands are on their way."""
+        return self.block_n if self.run == 1 else self.store
+
 
 @dataclass(frozen=True)
 class Needs:
@@ -94,6 +100,18 @@ class Tasks:
     shared_hiddens: int
     shared_d_xs: int
     shared: int
+
+
+def _planes(planes: tuple[Tensor, ...], block_rows: int, block_columns: int) -> TensorDescriptor:
+    """A descriptor of three dimensions: one matrix (leading dimensions joined), or two of the same shape, the one that lies first first."""
+    first = min(planes, key=lambda matrix: matrix.data_ptr())
+    columns = first.shape[-1]
+    distance = (max(matrix.data_ptr() for matrix in planes) - first.data_ptr()) // first.element_size()
+    flat = first.reshape(-1, columns)
+    if flat.numel() == 0:
+        flat, distance = first.new_zeros(1, columns), 0
+    shape = [len(planes), flat.shape[0], columns]
+    return TensorDescriptor(flat, shape, [distance or columns, columns, 1], [1, block_rows, block_columns])
 
 
 def count_tasks(plan: BackwardPlan, needs: Needs, hidden: int, width: int, shared_width: int, tokens: int) -> Tasks:
@@ -170,7 +188,8 @@ def prepare(
 
     take = workspace.take
     d_y_ring, x_ring = (take(name, (ring * m, hidden), bf16) for name in ("d_y_ring", "x_ring"))
-    d_gate_ring, d_up_ring, h_ring = (take(name, (ring * m, width), bf16) for name in ("d_gate_ring", "d_up_ring", "h_ring"))
+    d_gate_ring, d_up_ring = take("d_gate_up_ring", (2, ring * m, width), bf16)
+    h_ring = take("h_ring", (ring * m, width), bf16)
     weights_ring = take("weights_ring", (ring * m,), fp32)
     partial = take("d_weights_parts", (triton.cdiv(width, n) * (n // s), ring * m), fp32)
     carry = take("carry", (3, width, hidden), fp32) if cut else weights_ring
@@ -196,12 +215,14 @@ def prepare(
     to_experts = expert_grads or (nowhere,) * 3
     shared_d_x = torch.empty(tokens, hidden, dtype=bf16, device=device) if shared and needs.x else None
     to_shared = shared_grads or (nowhere,) * 3
-    a = lambda matrix: _rows(matrix, m, k)  # noqa: E731
+    a = lambda *planes: _planes(planes, m, k)  # noqa: E731
+    a_rows = lambda matrix: _rows(matrix, m, k)  # noqa: E731
     a_t = lambda matrix: _rows(matrix, k, m)  # noqa: E731
-    b = lambda matrix: _rows(matrix, k, n)  # noqa: E731
+    b = lambda *planes: _planes(planes, k, n)  # noqa: E731
+    b_rows = lambda matrix: _rows(matrix, k, n)  # noqa: E731
     # A tile of a weight that sticks out of its expert must not reach the next one's.
     by_copy_engine = not accumulate and all(size % m == 0 for size in (hidden, width, shared_width))
-    out = lambda matrix: _rows(matrix if by_copy_engine else d_y_ring, m, plan.store)  # noqa: E731
+    out = lambda matrix: _rows(matrix if by_copy_engine else d_y_ring, m, plan.weight_store)  # noqa: E731
     saved_gate, saved_up = (saved.gate_CI, saved.up_CI) if saved_tiles else (d_gate_ring, d_up_ring)
     addresses, own = memory.addresses, memory.own
     per = dict(
@@ -224,10 +245,10 @@ def prepare(
         control_ptrs=addresses["control"], peer_rank_ptr=rows.peer_rank, peer_token_idx_ptr=rows.peer_token_idx,
         expert_tile_ptr=expert_tile, table_ptr=table, list_ptr=tickets,
         ring_d_y_ptr=d_y_ring, ring_x_ptr=x_ring, ring_weights_ptr=weights_ring, partial_ptr=partial, carry_ptr=carry,
-        ring_d_y_desc=a(d_y_ring), ring_d_gate_desc=a(d_gate_ring), ring_d_up_desc=a(d_up_ring),
-        down_kn_desc=b(down_LHI), gate_kn_desc=b(gate_LIH), up_kn_desc=b(up_LIH),
+        ring_d_y_desc=a(d_y_ring), ring_d_gate_up_desc=a(d_gate_ring, d_up_ring), down_kn_desc=b(down_LHI),
+        gate_up_kn_desc=b(gate_LIH, up_LIH), up_first=int(up_LIH.data_ptr() < gate_LIH.data_ptr()),
         ring_d_y_t_desc=a_t(d_y_ring), ring_d_gate_t_desc=a_t(d_gate_ring), ring_d_up_t_desc=a_t(d_up_ring),
-        ring_x_n_desc=b(x_ring), ring_h_n_desc=b(h_ring),
+        ring_x_n_desc=b_rows(x_ring), ring_h_n_desc=b_rows(h_ring),
         ring_d_gate_ptr=d_gate_ring, ring_d_up_ptr=d_up_ring, ring_h_ptr=h_ring, saved_gate_ptr=saved_gate, saved_up_ptr=saved_up,
         d_gate_weight_desc=out(to_experts[0]), d_up_weight_desc=out(to_experts[1]), d_down_weight_desc=out(to_experts[2]),
         d_gate_weight_ptr=to_experts[0], d_up_weight_ptr=to_experts[1], d_down_weight_ptr=to_experts[2],
@@ -245,17 +266,18 @@ def prepare(
     )  # fmt: skip
     of_gate_and_up = dict.fromkeys(("ring_x_desc", "gate_desc", "up_desc"))
     if recompute:
-        of_gate_and_up = dict(ring_x_desc=a(x_ring), gate_desc=_rows(gate_LIH, plan.store, k), up_desc=_rows(up_LIH, plan.store, k))
+        of_gate_and_up = dict(ring_x_desc=a_rows(x_ring), gate_desc=_rows(gate_LIH, plan.store, k), up_desc=_rows(up_LIH, plan.store, k))
     of_shared: dict[str, object] = dict.fromkeys(OF_SHARED)
     if shared:
         shared_gate, shared_up, shared_down = shared
         shared_d_y = d_y_TH if shared_d_y_TH is None else shared_d_y_TH
-        d_gate, d_up, h = (take(name, (tokens, shared_width), bf16) for name in ("shared_d_gate", "shared_d_up", "shared_h"))
+        d_gate, d_up = take("shared_d_gate_up", (2, tokens, shared_width), bf16)
+        h = take("shared_h", (tokens, shared_width), bf16)
         of_shared = dict(
-            shared_d_y_desc=a(shared_d_y), shared_d_gate_desc=a(d_gate), shared_d_up_desc=a(d_up),
-            shared_down_kn_desc=b(shared_down), shared_gate_kn_desc=b(shared_gate), shared_up_kn_desc=b(shared_up),
+            shared_d_y_desc=a(shared_d_y), shared_d_gate_up_desc=a(d_gate, d_up), shared_down_kn_desc=b(shared_down),
+            shared_gate_up_kn_desc=b(shared_gate, shared_up), shared_up_first=int(shared_up.data_ptr() < shared_gate.data_ptr()),
             shared_d_y_t_desc=a_t(shared_d_y), shared_d_gate_t_desc=a_t(d_gate), shared_d_up_t_desc=a_t(d_up),
-            shared_x_n_desc=b(x_TH), shared_h_n_desc=b(h),
+            shared_x_n_desc=b_rows(x_TH), shared_h_n_desc=b_rows(h),
             saved_shared_gate_ptr=saved.shared_gate_TS, saved_shared_up_ptr=saved.shared_up_TS,
             shared_d_gate_ptr=d_gate, shared_d_up_ptr=d_up, shared_h_ptr=h,
             shared_d_gate_weight_desc=out(to_shared[0]), shared_d_up_weight_desc=out(to_shared[1]),
