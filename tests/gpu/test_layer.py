@@ -1,12 +1,20 @@
-"""`mok.MoE` and `mok.moe` on a GPU against the CPU layer, forward and all gradients, in bf16."""
+"""`mok.MoE` and `mok.moe` on a GPU against the CPU layer, forward and all gradients, in bf16; compiled, and between processes."""
 
 from __future__ import annotations
+
+import os
+import sys
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
+
+sys.path.insert(0, os.path.dirname(__file__))
+
+import torch.distributed as dist
+from processes import run_processes
 
 import mok
 from mok import MoEConfig, Tuning
@@ -89,6 +97,121 @@ def test_main_grad_and_frozen_parameters():
         parameter.requires_grad_(False)
     got = run_frozen(layer, x, d_out)
     assert torch.equal(got, plain["d_x"]) and layer.gate_EIH.grad is None
+
+
+def test_main_grad_with_shared_experts():
+    """All matrices have one, or those of the routed or of the shared experts are frozen; `.grad` holds the rest."""
+    config = CONFIGS["gated shared"]
+    x, d_out = (torch.randn(300, config.hidden_size).bfloat16() for _ in range(2))
+    plain = run(pair(config)[1], x, d_out)
+    routed, shared = ("gate_EIH", "up_EIH", "down_EHI"), ("shared.gate_SH", "shared.up_SH", "shared.down_HS")
+    for frozen in ((), routed, shared):
+        layer = pair(config)[1]
+        parameters = dict(layer.named_parameters())
+        for name in (*routed, *shared):
+            parameters[name].main_grad = torch.zeros(parameters[name].shape, device="cuda")
+            parameters[name].requires_grad_(name not in frozen)
+        leaf = x.cuda().requires_grad_()
+        layer(leaf).backward(d_out.cuda())
+        assert torch.equal(leaf.grad.cpu(), plain["d_x"])
+        for name, parameter in parameters.items():
+            if name not in (*routed, *shared):
+                assert torch.equal(parameter.grad.cpu(), plain[name]), name
+                continue
+            assert parameter.grad is None, name
+            if name in frozen:
+                assert not parameter.main_grad.any(), name
+            else:
+                assert torch.equal(parameter.main_grad.bfloat16().cpu(), plain[name]), name
+    layer = pair(config)[1]
+    for name, parameter in layer.named_parameters():
+        if name in routed:
+            parameter.main_grad = torch.zeros(parameter.shape, device="cuda")
+    with pytest.raises(ValueError, match="the routed and the shared experts must all have one or none"):
+        layer(x.cuda())
+    layer.shared.gate_SH.main_grad = torch.zeros(3, device="cuda")
+    with pytest.raises(ValueError, match=r"shared\.gate_SH\.main_grad is torch\.float32 \(3,\)"):
+        layer(x.cuda())
+
+
+@pytest.mark.parametrize("name", ["deepseek-like", "gated shared"])
+def test_compiled_whole(name):
+    """After one eager call: one graph, and the bits of the eager layer."""
+    config = CONFIGS[name]
+    x, d_out = (torch.randn(2, 150, config.hidden_size).bfloat16() for _ in range(2))
+    layer = pair(config)[1]
+    want = run(layer, x, d_out)
+    compiled = torch.compile(layer, fullgraph=True)
+    for _ in range(2):
+        layer.zero_grad()
+        leaf = x.cuda().requires_grad_()
+        out = compiled(leaf)
+        loss = (out * d_out.cuda()).sum()
+        (loss if layer.balance_loss is None else loss + layer.balance_loss).backward()
+        got = {"out": out.detach(), "d_x": leaf.grad, **{name: p.grad for name, p in layer.named_parameters()}}
+        for key, value in want.items():
+            assert torch.equal(got[key].cpu(), value), key
+
+
+def test_a_gradient_that_never_comes():
+    """The output of a function whose backward says nothing: zeros, as every rank must come to backward."""
+    layer = pair(CONFIGS["plain"])[1]
+    leaf = torch.randn(50, 256, device="cuda").bfloat16().requires_grad_()
+    Silent.apply(layer(leaf)).sum().backward()
+    assert leaf.grad is not None and not leaf.grad.any() and not layer.gate_EIH.grad.any()
+
+
+class Silent(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, d_x):
+        return None
+
+
+def global_batch(config: MoEConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(5)
+    return tuple(torch.randn(701, config.hidden_size, generator=g).bfloat16().cuda() for _ in range(2))
+
+
+def steps_of_a_rank(group, name: str) -> dict[str, torch.Tensor]:
+    """This rank's part of a global batch, twice; the experts' gradients are of the whole group's tokens."""
+    config = CONFIGS[name]
+    torch.manual_seed(3)
+    layer = mok.MoE(config, group, dtype=torch.bfloat16, device="cuda", tuning=Tuning(minibatch=256, macrobatch=512, saved_rows=256))
+    x, d_out = (t[part(group)] for t in global_batch(config))
+    results = []
+    for _ in range(2):
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        out = layer(leaf)
+        out.backward(d_out)
+        grads = {name: getattr(layer, name).grad for name in ("gate_EIH", "up_EIH", "down_EHI")}
+        local = {name: grad if group is None else grad.to_local() for name, grad in grads.items()}
+        results.append({"out": out.detach(), "d_x": leaf.grad, **local, "router": layer.router.weight.grad})
+    assert all(torch.equal(value, results[1][key]) for key, value in results[0].items())
+    return {"counts": layer.tokens_per_expert.cpu(), **{key: value.cpu() for key, value in results[0].items()}}
+
+
+def part(group) -> slice:
+    if group is None:
+        return slice(None)
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    return slice(701 * rank // ranks, 701 * (rank + 1) // ranks)
+
+
+@pytest.mark.parametrize("name, ranks", [("deepseek-like", 2), ("gated shared", 3)])
+def test_processes_over_symmetric_memory(name, ranks):
+    """The bits of one rank alone; the router's gradient is each rank's share of the sum."""
+    parts = run_processes(steps_of_a_rank, ranks, name)
+    alone = steps_of_a_rank(None, name)
+    for key in ("out", "d_x", "gate_EIH", "up_EIH", "down_EHI"):
+        assert torch.equal(torch.cat([p[key] for p in parts]), alone[key]), key
+    router = sum(p["router"].double() for p in parts)
+    assert (router - alone["router"].double()).norm() < 2**-7 * alone["router"].double().norm()
+    assert all(torch.equal(p["counts"], alone["counts"]) for p in parts)
 
 
 def run_frozen(layer, x, d_out):
