@@ -44,7 +44,7 @@ def constants_of(hidden: int, width: int, shared: int, ranks: int, flags: dict[s
     constants: dict[str, object] = dict(
         H=hidden, I=width, S=shared, K=8, R=ranks, CLAMP=False, RECOMPUTE=False, CARRY=False, ACCUMULATE=False,
         BY_COPY_ENGINE=not any(size % 128 for size in (hidden, width, shared)) and "ACCUMULATE" not in flags,
-        NEED_X=True, NEED_WEIGHTS=True, NEED_EXPERTS=True, NEED_SHARED=shared > 0, RUN=PLAN.run, PARTS=tasks.parts,
+        NEED_WEIGHTS=True, NEED_EXPERTS=True, NEED_SHARED=shared > 0, RUN=PLAN.run, PARTS=tasks.parts,
         BLOCK_M=PLAN.block_m, BLOCK_N=PLAN.block_n, BLOCK_K=PLAN.block_k, SLICE=PLAN.slice, BLOCK_H=PLAN.block_h,
         THREADS=32 * PLAN.num_warps, TRACE=False,
         HIDDENS=tasks.hiddens, D_XS=tasks.d_xs, D_WEIGHTS=tasks.d_weights,

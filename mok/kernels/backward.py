@@ -20,7 +20,7 @@ import triton.language as tl
 
 from mok.kernels import memory
 from mok.kernels.dispatch import pull_rows
-from mok.kernels.experts import rounded, store_rows
+from mok.kernels.experts import find_slots, push_to_slots, rounded_pairs, store_rows
 from mok.kernels.gradients import (
     d_weight_run,
     d_weight_tile,
@@ -28,7 +28,6 @@ from mok.kernels.gradients import (
     hidden_slices,
     multiply_rows,
     push_d_weights,
-    push_d_x,
     slices,
     store_tile,
 )
@@ -184,7 +183,7 @@ def backward_kernel(
     shared_d_x_ptr, signals_ptr, trace_ptr, up_first, shared_up_first, rank, ring, max_tiles, num_local, tokens, saved_tiles, limit, shared_limit, wait_limit,
     H: tl.constexpr, I: tl.constexpr, S: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     CLAMP: tl.constexpr, RECOMPUTE: tl.constexpr, CARRY: tl.constexpr, ACCUMULATE: tl.constexpr, BY_COPY_ENGINE: tl.constexpr,
-    NEED_X: tl.constexpr, NEED_WEIGHTS: tl.constexpr, NEED_EXPERTS: tl.constexpr, NEED_SHARED: tl.constexpr,
+    NEED_WEIGHTS: tl.constexpr, NEED_EXPERTS: tl.constexpr, NEED_SHARED: tl.constexpr,
     RUN: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, SLICE: tl.constexpr, BLOCK_H: tl.constexpr, THREADS: tl.constexpr,
     GATE_UPS: tl.constexpr, HIDDENS: tl.constexpr, D_XS: tl.constexpr, D_WEIGHTS: tl.constexpr,
@@ -406,14 +405,14 @@ def backward_kernel(
                             announce(shared_ready_ptr + tile)
                             tl.atomic_add(shared_ready_ptr + shared_tiles, 1, sem="release", scope="gpu")
                     else:
-                        pieces = slices(acc, BLOCK_M, BLOCK_N, STORE)
-                        for i in tl.static_range(BLOCK_N // STORE):
-                            if kind == D_X:
-                                push_d_x(
-                                    pieces[i], d_x_ptr, d_x_ptrs, peer_rank_ptr, peer_token_idx_ptr, tile * BLOCK_M, column + i * STORE,
-                                    H, R, BLOCK_M, STORE,
-                                )  # fmt: skip
-                            elif S > 0:
+                        pieces = slices(rounded_pairs(acc), BLOCK_M, BLOCK_N, STORE)
+                        if kind == D_X:
+                            tl.debug_barrier()  # the sums' registers are free before the addresses need some
+                            source, slot = find_slots(peer_rank_ptr, peer_token_idx_ptr, tile * BLOCK_M, BLOCK_M)
+                            for i in tl.static_range(BLOCK_N // STORE):
+                                push_to_slots(pieces[i], d_x_ptr, d_x_ptrs, source, slot, column + i * STORE, H, R, STORE)
+                        elif S > 0:
+                            for i in tl.static_range(BLOCK_N // STORE):
                                 store_rows(pieces[i], shared_d_x_ptr, place, tokens, column + i * STORE, H, BLOCK_M, STORE)
                 if kind <= D_WEIGHT:
                     announce(group_done_ptr + group)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mok.kernels.experts import dot, rounded, sigmoid
+from mok.kernels.experts import dot, rounded, rounded_pairs, sigmoid
 from mok.kernels.signals import INTERPRETING, peer_address
 from mok.kernels.trace import COMPUTED, note
 
@@ -152,7 +152,7 @@ def store_tile(tile, ptr, rows, column, width, BLOCK_M: tl.constexpr, BLOCK_N: t
     """Store a tile, rounded, into rows of a matrix, slice by slice."""
     parts = slices(tile, BLOCK_M, BLOCK_N, SLICE)
     for i in tl.static_range(BLOCK_N // SLICE):
-        store_slice(ptr, rounded(parts[i]), rows, column + i * SLICE, 0x7FFFFFFF, width, SLICE, CLIP)
+        store_slice(ptr, rounded_pairs(parts[i]), rows, column + i * SLICE, 0x7FFFFFFF, width, SLICE, CLIP)
 
 
 @triton.jit
@@ -195,23 +195,6 @@ def push_d_weights(
     else:
         to = peer_address(d_weights_ptrs, tl.maximum(source, 0), tl.float32) + slot
     tl.store(to, total, mask=source >= 0)
-
-
-@triton.jit
-def push_d_x(
-    d_x, d_x_ptr, d_x_ptrs, peer_rank_ptr, peer_token_idx_ptr, row, column,
-    H: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Store a tile of d_x, row by row, into its slot at its source. Every slot has one writer; padding rows go nowhere."""
-    rows = row + tl.arange(0, BLOCK_M)
-    source = tl.load(peer_rank_ptr + rows)
-    slot = tl.load(peer_token_idx_ptr + rows)
-    if R == 1:
-        slots = d_x_ptr + slot.to(tl.int64) * H
-    else:
-        slots = peer_address(d_x_ptrs, tl.maximum(source, 0), tl.bfloat16) + slot.to(tl.int64) * H
-    columns = column + tl.arange(0, BLOCK_N)
-    tl.store(slots[:, None] + columns[None, :], rounded(d_x), mask=(source >= 0)[:, None] & (columns < H)[None, :])
 
 
 @triton.jit
@@ -261,9 +244,9 @@ def fresh_zeros(token, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 @triton.jit
 def store_by_copy_engine(total, to_desc, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr):
     """Store a tile of a sum, rounded. Nobody in this kernel reads it, so nobody waits for it."""
-    parts = slices(total, BLOCK_M, BLOCK_N, SLICE)
+    parts = slices(rounded_pairs(total), BLOCK_M, BLOCK_N, SLICE)
     for i in tl.static_range(BLOCK_N // SLICE):
-        to_desc.store([row, column + i * SLICE], rounded(parts[i]))
+        to_desc.store([row, column + i * SLICE], parts[i])
 
 
 @triton.jit
@@ -282,10 +265,10 @@ def d_weight_run(
             note(trace_ptr, ticket, COMPUTED)
         store_by_copy_engine(total, to_desc, to_row, b_column, BLOCK_M, BLOCK_N, SLICE)
         return
-    steps = tl.maximum(tl.cdiv(depth, BLOCK_K), 1)
-    for i in tl.range(0, tl.cdiv(depth, BLOCK_K) * tiles):
-        step = i % steps  # from i alone: what the loads need must not wait for the branch below
-        column = b_column + i // steps * BLOCK_N
+    steps = tl.cdiv(depth, BLOCK_K)
+    step = depth * 0
+    column = b_column
+    for i in tl.range(0, steps * tiles):
         from_row = around(row + step * BLOCK_K, wrap)
         a = a_desc.load([from_row, a_column])
         b = b_desc.load([from_row, column])
@@ -293,9 +276,12 @@ def d_weight_run(
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         total = tl.dot(a.T, b, total)
-        if step == steps - 1:
+        done = step == steps - 1
+        if done:
             store_by_copy_engine(total, to_desc, to_row, column, BLOCK_M, BLOCK_N, SLICE)
             total = fresh_zeros(i, BLOCK_M, BLOCK_N)
+        step = tl.where(done, 0, step + 1)  # no branch: what the next loads need must not wait for the one above
+        column = tl.where(done, column + BLOCK_N, column)
     if depth == 0:  # an expert without rows
         for i in range(tiles):
             store_by_copy_engine(total, to_desc, to_row, b_column + i * BLOCK_N, BLOCK_M, BLOCK_N, SLICE)
