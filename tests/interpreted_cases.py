@@ -89,26 +89,29 @@ def make_workspaces(problem: Problem, ranks: int, timeout_s: float = 120.0) -> l
     return made
 
 
-def make_schedules(problem: Problem, workspaces: list[Workspace]) -> list[device_schedule.DeviceSchedule]:
+def make_schedules(problem: Problem, workspaces: list[Workspace], height: int = BLOCK) -> list[device_schedule.DeviceSchedule]:
     ranks, made = len(workspaces), []
     for workspace, part in zip(workspaces, problem.split(ranks), strict=True):
         device_schedule.sort_slots(workspace.memory, problem.ids_TK[part].contiguous(), problem.experts)
     for workspace in workspaces:
         local = len(host_schedule.local_experts(problem.experts, ranks, workspace.memory.rank))
-        tiles = device_schedule.max_tiles(workspace.max_tokens, problem.top_k, ranks, local, BLOCK)
-        rows = device_schedule.empty_schedule(tiles, local, CPU, BLOCK)
-        device_schedule.write_rows(workspace.memory, rows, problem.experts, 2, BLOCK)
+        tiles = device_schedule.max_tiles(workspace.max_tokens, problem.top_k, ranks, local, height)
+        rows = device_schedule.empty_schedule(tiles, local, CPU, height)
+        device_schedule.write_rows(workspace.memory, rows, problem.experts, 2, height)
         made.append(rows)
     return made
 
 
 def run_layer(
     problem: Problem, ranks: int, plan: ForwardPlan = PLAN, clamp: float | None = None, shared_clamp: float | None = None,
-    saved_rows: int | None = None, timeout_s: float = 120.0, lose=None, **disturb,
+    saved_rows: int | None = None, timeout_s: float = 120.0, lose=None, rings: list[Tensor] | None = None, **disturb,
 ) -> tuple[Tensor, list, list]:  # fmt: skip
-    """The whole layer on R virtual ranks, the programs of all ranks at the same time. -> (out of all tokens, schedules, saved)."""
+    """The whole layer on R virtual ranks, the programs of all ranks at the same time. -> (out of all tokens, schedules, saved).
+
+    rings takes every rank's h.
+    """
     workspaces = make_workspaces(problem, ranks, timeout_s)
-    schedules = make_schedules(problem, workspaces)
+    schedules = make_schedules(problem, workspaces, plan.block_m)
     launches, shared_outs, saved = [], [], []
     for workspace, rows, part in zip(workspaces, schedules, problem.split(ranks), strict=True):
         local = host_schedule.local_experts(problem.experts, ranks, workspace.memory.rank)
@@ -133,6 +136,8 @@ def run_layer(
     run_concurrently(forward_kernel, plan.num_sms, launches, lose=hook, **disturb)
     for workspace in workspaces:
         workspace.check()
+    if rings is not None:
+        rings += [workspace.scratch["h_ring"].view(-1, problem.gate_EIH.shape[1]) for workspace in workspaces]
     outs = [
         combine(w.memory.own["combine"], problem.ids_TK[part], problem.weights_TK[part], problem.experts, out)
         for w, part, out in zip(workspaces, problem.split(ranks), shared_outs, strict=True)
@@ -195,17 +200,22 @@ def case_expert_id_out_of_range():
 
 
 def decode_all(num_tiles, shared_tiles, tiles, parts, ups, downs, shared_ups) -> list[tuple[int, int, int]]:
-    """The list as the device writes it; the experts of the tiles are 3, 4, 5, ..."""
+    """The list as the device writes it; the experts of the tiles are 3, 4, 5, ..., and some of them are half tiles."""
     most = max_tickets(num_tiles, shared_tiles, tiles, parts, ups, downs, shared_ups)
     tasks, signals = torch.full((2 + most,), -1, dtype=torch.int64), torch.ones(300, dtype=torch.int32)
+    real = [1 + 5 * t % BLOCK for t in range(max(num_tiles, 1))]  # rows of a tile
+    peer_rank = torch.stack([torch.where(torch.arange(BLOCK) < count, 0, -1) for count in real]).int()
     tasks_kernel[(2,)](
-        tasks, signals, torch.arange(3, 3 + max(num_tiles, 1), dtype=torch.int32), torch.tensor([num_tiles * BLOCK], dtype=torch.int32),
-        300, shared_tiles * BLOCK, TILES=tiles, PARTS=parts, UPS=ups, DOWNS=downs, SHARED_UPS=shared_ups, BLOCK_M=BLOCK, BLOCK=256,
+        tasks, signals, torch.arange(3, 3 + len(real), dtype=torch.int32), peer_rank, torch.tensor([num_tiles * BLOCK], dtype=torch.int32),
+        300, shared_tiles * BLOCK, TILES=tiles, PARTS=parts, UPS=ups, DOWNS=downs, SHARED_UPS=shared_ups, BLOCK_M=BLOCK, HALF_TILES=True,
+        BLOCK=256,
     )  # fmt: skip
     count, *listed = tasks.tolist()
     assert count <= most and listed[count] & 7 == END.value and not signals.any()
-    split = [(task & 7, task >> 31, task >> 3 & 4095, task >> 15 & 65535) for task in listed[:count]]
-    assert all(expert == (tile + 3 if kind in (UP.value, DOWN.value) else 0) for kind, tile, _, expert in split)
+    split = [(task & 7, task >> 32, task >> 4 & 4095, task >> 16 & 65535, task >> 3 & 1) for task in listed[:count]]
+    for kind, tile, _, expert, half in split:
+        routed = kind in (UP.value, DOWN.value)
+        assert expert == (tile + 3 if routed else 0) and half == (routed and real[tile] <= BLOCK // 2)
     return [task[:3] for task in split]
 
 
@@ -319,6 +329,33 @@ def case_forward_shared_clamp_saved():
             assert kept.shape == (40, 48) and float((kept.float() - want).abs().max()) < 0.03
         want = problem.x_TH.float() @ problem.shared[1].float().T
         assert float((saved[0].shared_up_TS.float() - want).abs().max()) < 0.05
+
+
+def case_forward_half_tiles():
+    """Last tiles of 1, 63, 64, 65, 127 and 128 rows, and one of 64 after a whole one: the bits of whole tiles, saved ones too.
+
+    Of a half tile's h the second half is neither written nor read.
+    """
+    height, routes = 128, [1, 63, 64, 65, 0, 127, 128, 192]
+    problem = Problem(8, sum(routes) // 2, 32, 24, len(routes), 2)
+    ids = torch.repeat_interleave(torch.arange(len(routes)), torch.tensor(routes))
+    problem.ids_TK = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(8))].view(-1, 2)
+    problem.weights_TK = torch.rand(problem.ids_TK.shape) + 0.5
+    expected, first = problem.expected(clamp=0.5), None
+    for ranks, half_tiles, ring in ((1, True, 8), (1, False, 8), (2, True, 8), (2, True, 4)):
+        plan, rings = dataclasses.replace(PLAN, block_m=height, block_k=32, half_tiles=half_tiles, ring_tiles=ring), []
+        out, schedules, saved = run_layer(problem, ranks, plan, clamp=0.5, saved_rows=1024, rings=rings)
+        assert_close(out, expected)
+        kept = [(k.gate_CI[: int(s.num_tokens)], k.up_CI[: int(s.num_tokens)]) for k, s in zip(saved, schedules, strict=True)]
+        results = [out, *(torch.cat(part) for part in zip(*kept, strict=True))]
+        first = first or results
+        assert all(torch.equal(got, want) for got, want in zip(results, first, strict=True)), (ranks, half_tiles)
+        padding = torch.cat([s.peer_rank[: int(s.num_tokens)] < 0 for s in schedules])
+        assert not results[1][padding].any() and not results[2][padding].any()
+        if ring == 8:
+            h = torch.cat([h[: int(s.num_tokens)] for h, s in zip(rings, schedules, strict=True)]).view(-1, 2, height // 2, 24)
+            empty = padding.view(-1, 2, height // 2).all(dim=2)
+            assert empty.sum() == 4 and torch.equal(h.isnan().all(dim=(2, 3)), empty & half_tiles)
 
 
 def case_forward_extremes():

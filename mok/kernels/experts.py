@@ -124,14 +124,22 @@ def swiglu(gate, up, limit, CLAMP: tl.constexpr):
 
 @triton.jit
 def store_hidden(
-    first, second, gate_first, h_desc, gate_desc, up_desc, ring_row, row, column, saved_rows, limit, CLAMP: tl.constexpr, SAVE: tl.constexpr
+    first, second, gate_first, h_desc, gate_desc, up_desc, ring_row, row, column, saved_rows, limit,
+    CLAMP: tl.constexpr, SAVE: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """h into the ring; gate and up, as the backward will read them, into the first saved_rows rows of what is saved."""
+    """h into the ring; gate and up, as the backward will read them, into the first saved_rows rows of what is saved.
+
+    HALF: these are the first half of a tile's rows. Gate and up of the other half, padding, are saved as the zeros they are.
+    """
     gate, up = in_order(first, second, gate_first)
     if SAVE:
         if row < saved_rows:
             gate_desc.store([row, column], gate)
             up_desc.store([row, column], up)
+            if HALF:
+                padding = tl.zeros(gate.shape, tl.bfloat16)
+                gate_desc.store([row + gate.shape[0], column], padding)
+                up_desc.store([row + gate.shape[0], column], padding)
     h_desc.store([ring_row, column], rounded_pairs(swiglu(gate, up, limit, CLAMP)))
 
 

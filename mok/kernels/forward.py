@@ -4,6 +4,10 @@ Every program takes the next task of one list (`tasks.py`) until none is left. R
 place t mod ring. Signals, one counter per tile:
     x_ready: parts pulled;  h_ready: up tasks done (the place of x is then free);  h_free: down tasks done (the place of h is then free).
 
+An expert's last tile may be half a tile: at most the first half of its rows are real. Its tasks then multiply and store that half only. The
+other half of its h is never written, and never read: the down task reads through a descriptor of half a tile. A row's sums run over the
+same steps in the same order, so its bits are those of a whole tile.
+
 Legend: T tokens of this rank, H hidden, I intermediate, S width of the shared experts, K choices per token, R ranks, M padded rows.
 """
 
@@ -54,18 +58,89 @@ def needs(
     return signal, least, what
 
 
+@triton.jit
+def expert_task(
+    kind, tile, part, expert, ring_row, ticket, taken, lanes, tasks_ptr, num_tasks,
+    x_desc, h_desc, store_h_desc, save_gate_desc, save_up_desc,
+    gate_up_desc, down_desc, shared_x_desc, shared_h_desc, store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc,
+    shared_gate_up_desc, shared_down_desc, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
+    h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
+    H: tl.constexpr, I: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
+    CLAMP: tl.constexpr, SHARED_CLAMP: tl.constexpr, SAVE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRACE: tl.constexpr,
+):  # fmt: skip
+    """An up or down task over the first ROWS rows of a tile. -> (the next ticket, its task)."""
+    row = tile * BLOCK_M
+    a_row = tl.where((kind == UP) | (kind == DOWN), ring_row, row)
+    column = tl.minimum(part * (2 * BLOCK_N), H - 2 * BLOCK_N)  # the last pair may overlap its neighbour: the same bits twice
+    if kind == UP:
+        a_desc = x_desc
+        b_desc = gate_up_desc
+        b_row = expert * I + part * BLOCK_N
+        depth = H
+    else:
+        a_desc = h_desc
+        b_desc = down_desc
+        b_row = expert * H + column
+        depth = I
+    if S > 0:
+        if kind == SHARED_UP:
+            a_desc = shared_x_desc
+            b_desc = shared_gate_up_desc
+            b_row = part * BLOCK_N
+            depth = H
+        elif kind == SHARED_DOWN:
+            a_desc = shared_h_desc
+            b_desc = shared_down_desc
+            b_row = column
+            depth = S
+    ab, ac = multiply(a_desc, b_desc, a_row, b_row, depth, ROWS, BLOCK_N, BLOCK_K)
+    # The next task's lookup hides behind the stores of this one.
+    upcoming = tl.sum(tl.where(lanes == 0, taken, 0), axis=0)
+    following = find(tasks_ptr, upcoming, num_tasks)
+    if TRACE:
+        note(trace_ptr, ticket, COMPUTED)
+    if kind == UP:
+        store_hidden(
+            ab, ac, gate_first, store_h_desc, save_gate_desc, save_up_desc, ring_row, row, part * BLOCK_N, saved_rows,
+            limit, CLAMP, SAVE, ROWS < BLOCK_M,
+        )  # fmt: skip
+        finish_copy_engine_stores(tile)
+        announce(h_ready_ptr + tile)
+    elif kind == DOWN:
+        tl.debug_barrier()  # the accumulators' registers are free before the addresses need some
+        source, slot = find_slots(peer_rank_ptr, peer_token_idx_ptr, row, ROWS)
+        push_to_slots(ab, combine_ptr, combine_ptrs, source, slot, column, H, R, BLOCK_N)
+        push_to_slots(ac, combine_ptr, combine_ptrs, source, slot, column + BLOCK_N, H, R, BLOCK_N)
+        announce(h_free_ptr + tile)
+    elif S > 0:
+        if kind == SHARED_UP:
+            store_hidden(
+                ab, ac, shared_gate_first, store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc, row, row,
+                part * BLOCK_N, tokens, shared_limit, SHARED_CLAMP, SAVE, False,
+            )  # fmt: skip
+            finish_copy_engine_stores(tile)
+            announce(shared_h_ready_ptr + tile)
+        else:
+            tl.debug_barrier()
+            store_rows(ab, shared_out_ptr, row, tokens, column, H, ROWS, BLOCK_N)
+            store_rows(ac, shared_out_ptr, row, tokens, column + BLOCK_N, H, ROWS, BLOCK_N)
+    return upcoming, following
+
+
 @triton.jit(do_not_specialize=["rank", "max_tiles", "ring", "tokens", "saved_rows", "gate_first", "shared_gate_first", "wait_limit"])
 def forward_kernel(
     x_ptr, x_ptrs, combine_ptr, combine_ptrs, control_ptrs,
     peer_rank_ptr, peer_token_idx_ptr, tasks_ptr,
     ring_ptr, ring_x_desc, ring_h_desc, store_h_desc, gate_up_desc, down_desc, save_gate_desc, save_up_desc,
+    half_x_desc, half_h_desc, store_half_h_desc, save_half_gate_desc, save_half_up_desc,
     shared_x_desc, shared_h_desc, store_shared_h_desc, shared_gate_up_desc, shared_down_desc,
     save_shared_gate_desc, save_shared_up_desc, shared_out_ptr,
     signals_ptr, trace_ptr, rank, max_tiles, ring, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit, wait_limit,
     H: tl.constexpr, I: tl.constexpr, S: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     CLAMP: tl.constexpr, SHARED_CLAMP: tl.constexpr, SAVE: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, THREADS: tl.constexpr,
-    TRACE: tl.constexpr,
+    HALF_TILES: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Take tasks until none is left. signals: the ticket counter, then the counters per tile (module text); zero at the start."""
     UPS: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
@@ -86,7 +161,7 @@ def forward_kernel(
         taken = tl.atomic_add(signals_ptr + lanes, 1, mask=lanes == 0, sem="relaxed", scope="gpu")
         if TRACE:
             note(trace_ptr, ticket, BEGIN)
-        kind, tile, part, expert = unpack(task)
+        kind, tile, part, expert, half = unpack(task)
         row = tile * BLOCK_M
         ring_row = (tile % ring) * BLOCK_M
         signal, least, what = needs(kind, tile, x_ready_ptr, h_ready_ptr, shared_h_ready_ptr, ring, PARTS, UPS, SHARED_UPS)
@@ -112,61 +187,26 @@ def forward_kernel(
             elif kind == NOTHING:
                 upcoming = tl.sum(tl.where(lanes == 0, taken, 0), axis=0)
                 following = find(tasks_ptr, upcoming, num_tasks)
+            elif HALF_TILES & (half != 0):
+                upcoming, following = expert_task(
+                    kind, tile, part, expert, ring_row, ticket, taken, lanes, tasks_ptr, num_tasks,
+                    half_x_desc, half_h_desc, store_half_h_desc, save_half_gate_desc, save_half_up_desc,
+                    gate_up_desc, down_desc, shared_x_desc, shared_h_desc, store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc,
+                    shared_gate_up_desc, shared_down_desc, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
+                    h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr, tokens, saved_rows, gate_first, shared_gate_first,
+                    limit, shared_limit,
+                    H, I, 0, R, CLAMP, SHARED_CLAMP, SAVE, BLOCK_M // 2, BLOCK_M, BLOCK_N, BLOCK_K, TRACE,
+                )  # fmt: skip
             else:
-                a_row = tl.where((kind == UP) | (kind == DOWN), ring_row, row)
-                column = tl.minimum(part * (2 * BLOCK_N), H - 2 * BLOCK_N)  # the last pair may overlap its neighbour: the same bits twice
-                if kind == UP:
-                    a_desc = ring_x_desc
-                    b_desc = gate_up_desc
-                    b_row = expert * I + part * BLOCK_N
-                    depth = H
-                else:
-                    a_desc = ring_h_desc
-                    b_desc = down_desc
-                    b_row = expert * H + column
-                    depth = I
-                if S > 0:
-                    if kind == SHARED_UP:
-                        a_desc = shared_x_desc
-                        b_desc = shared_gate_up_desc
-                        b_row = part * BLOCK_N
-                        depth = H
-                    elif kind == SHARED_DOWN:
-                        a_desc = shared_h_desc
-                        b_desc = shared_down_desc
-                        b_row = column
-                        depth = S
-                ab, ac = multiply(a_desc, b_desc, a_row, b_row, depth, BLOCK_M, BLOCK_N, BLOCK_K)
-                # The next task's lookup hides behind the stores of this one.
-                upcoming = tl.sum(tl.where(lanes == 0, taken, 0), axis=0)
-                following = find(tasks_ptr, upcoming, num_tasks)
-                if TRACE:
-                    note(trace_ptr, ticket, COMPUTED)
-                if kind == UP:
-                    store_hidden(
-                        ab, ac, gate_first, store_h_desc, save_gate_desc, save_up_desc, ring_row, row, part * BLOCK_N, saved_rows,
-                        limit, CLAMP, SAVE,
-                    )  # fmt: skip
-                    finish_copy_engine_stores(tile)
-                    announce(h_ready_ptr + tile)
-                elif kind == DOWN:
-                    tl.debug_barrier()  # the accumulators' registers are free before the addresses need some
-                    source, slot = find_slots(peer_rank_ptr, peer_token_idx_ptr, row, BLOCK_M)
-                    push_to_slots(ab, combine_ptr, combine_ptrs, source, slot, column, H, R, BLOCK_N)
-                    push_to_slots(ac, combine_ptr, combine_ptrs, source, slot, column + BLOCK_N, H, R, BLOCK_N)
-                    announce(h_free_ptr + tile)
-                elif S > 0:
-                    if kind == SHARED_UP:
-                        store_hidden(
-                            ab, ac, shared_gate_first, store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc, row, row,
-                            part * BLOCK_N, tokens, shared_limit, SHARED_CLAMP, SAVE,
-                        )  # fmt: skip
-                        finish_copy_engine_stores(tile)
-                        announce(shared_h_ready_ptr + tile)
-                    else:
-                        tl.debug_barrier()
-                        store_rows(ab, shared_out_ptr, row, tokens, column, H, BLOCK_M, BLOCK_N)
-                        store_rows(ac, shared_out_ptr, row, tokens, column + BLOCK_N, H, BLOCK_M, BLOCK_N)
+                upcoming, following = expert_task(
+                    kind, tile, part, expert, ring_row, ticket, taken, lanes, tasks_ptr, num_tasks,
+                    ring_x_desc, ring_h_desc, store_h_desc, save_gate_desc, save_up_desc,
+                    gate_up_desc, down_desc, shared_x_desc, shared_h_desc, store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc,
+                    shared_gate_up_desc, shared_down_desc, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
+                    h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr, tokens, saved_rows, gate_first, shared_gate_first,
+                    limit, shared_limit,
+                    H, I, S, R, CLAMP, SHARED_CLAMP, SAVE, BLOCK_M, BLOCK_M, BLOCK_N, BLOCK_K, TRACE,
+                )  # fmt: skip
         if TRACE:
             note(trace_ptr, ticket, DONE)
             ticket = upcoming

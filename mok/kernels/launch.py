@@ -36,6 +36,7 @@ class ForwardPlan:
     num_sms: programs; 0 means one per multiprocessor.
     minibatch_tiles, ring_tiles: tiles of 128 rows; the ring holds at least two minibatches.
     parts: pull tasks per tile.
+    half_tiles: multiply only the first half of a tile whose other half is padding.
     trace: write timestamps of every task.
     """
 
@@ -50,6 +51,7 @@ class ForwardPlan:
     num_warps: int = 8
     num_stages: int = 4
     programs_per_sm: int = 1
+    half_tiles: bool = True
     trace: bool = False
 
 
@@ -227,9 +229,9 @@ def write_tasks(workspace: Workspace, args: dict[str, object], rows: DeviceSched
     tasks, signals, n = args["tasks_ptr"], args["signals_ptr"], args["BLOCK_N"]
     programs = min(triton.cdiv(tasks.numel(), BLOCK_TICKETS), 2 * workspace.num_sms)
     tasks_kernel[(programs,)](
-        tasks, signals, rows.tile_expert, rows.num_tokens, signals.numel(), args["tokens"],
+        tasks, signals, rows.tile_expert, rows.peer_rank, rows.num_tokens, signals.numel(), args["tokens"],
         TILES=minibatch_tiles, PARTS=args["PARTS"], UPS=triton.cdiv(args["I"], n), DOWNS=triton.cdiv(args["H"], 2 * n),
-        SHARED_UPS=triton.cdiv(args["S"], n), BLOCK_M=args["BLOCK_M"], BLOCK=BLOCK_TICKETS,
+        SHARED_UPS=triton.cdiv(args["S"], n), BLOCK_M=args["BLOCK_M"], HALF_TILES=args["HALF_TILES"], BLOCK=BLOCK_TICKETS,
     )  # fmt: skip
 
 
@@ -266,6 +268,7 @@ def kernel_arguments(
     ups, downs, shared_ups = triton.cdiv(width, n), triton.cdiv(hidden, 2 * n), triton.cdiv(shared_width, n)
     most = max_tickets(tiles, shared_tiles, plan.minibatch_tiles, plan.parts, ups, downs, shared_ups)
     tasks = workspace.take("tasks", (2 + most,), torch.int64)
+    few = m // 2 if plan.half_tiles else m
     args: dict[str, object] = dict(
         x_ptr=x_TH, x_ptrs=memory.addresses["x"], combine_ptr=memory.own["combine"], combine_ptrs=memory.addresses["combine"],
         control_ptrs=memory.addresses["control"],
@@ -273,18 +276,21 @@ def kernel_arguments(
         ring_ptr=x_ring, ring_x_desc=_rows(x_ring, m, k), ring_h_desc=_rows(h_ring, m, k), store_h_desc=_rows(h_ring, m, n),
         gate_up_desc=gate_up, down_desc=_next_rows(down_LHI, n, k),
         save_gate_desc=_rows(saved.gate_CI if saved else h_ring, m, n), save_up_desc=_rows(saved.up_CI if saved else h_ring, m, n),
+        half_x_desc=_rows(x_ring, few, k), half_h_desc=_rows(h_ring, few, k), store_half_h_desc=_rows(h_ring, few, n),
+        save_half_gate_desc=_rows(saved.gate_CI if saved else h_ring, few, n),
+        save_half_up_desc=_rows(saved.up_CI if saved else h_ring, few, n),
         shared_x_desc=_rows(x_TH, m, k), shared_h_desc=_rows(shared_h, m, k), store_shared_h_desc=_rows(shared_h, m, n),
         shared_gate_up_desc=shared_gate_up, shared_down_desc=_next_rows(shared_down, n, k),
         save_shared_gate_desc=_rows(saved.shared_gate_TS if saved else h_ring, m, n),
         save_shared_up_desc=_rows(saved.shared_up_TS if saved else h_ring, m, n),
         shared_out_ptr=shared_out if shared_width else x_ring,
         signals_ptr=signals, max_tiles=tiles, ring=ring, tokens=tokens, gate_first=gate_first, shared_gate_first=shared_gate_first,
-        saved_rows=saved_rows, 
+        saved_rows=saved_rows,
         trace_ptr=trace_record(workspace, most + 1, programs) if plan.trace else tasks,
         limit=float(clamp or 0.0), shared_limit=float(shared_clamp or 0.0), wait_limit=workspace.limit,
         rank=memory.rank, H=hidden, I=width, S=shared_width, K=workspace.top_k, R=memory.size,
         CLAMP=clamp is not None, SHARED_CLAMP=shared_clamp is not None, SAVE=save, PARTS=plan.parts,
         BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, BLOCK_H=min(plan.block_h, triton.next_power_of_2(hidden)),
-        THREADS=32 * plan.num_warps, TRACE=plan.trace,
+        THREADS=32 * plan.num_warps, HALF_TILES=plan.half_tiles, TRACE=plan.trace,
     )  # fmt: skip
     return args, saved, shared_out

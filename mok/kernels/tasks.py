@@ -11,7 +11,8 @@ same time share the tile of weights in the L2 cache.
 Example, 3 tiles, 2 per minibatch, 1 part, 1 up and 1 down task per tile, no shared expert (P pull, U up, D down, - nothing to do):
     P0 P1 | P2 - U0 U1 | U2 D0 D1 | D2
 
-A task is one int64: kind + 8 * (part + 2^12 * (expert + 2^16 * tile)).
+A task is one int64: kind + 8 * (half + 2 * (part + 2^12 * (expert + 2^16 * tile))); half is 1 where at most the first half of a tile's
+rows are real (padding rows are an expert's last).
 """
 
 from __future__ import annotations
@@ -95,11 +96,11 @@ def decode_tickets(
 
 @triton.jit(do_not_specialize=["num_signals", "tokens"])
 def tasks_kernel(
-    tasks_ptr, signals_ptr, tile_expert_ptr, num_tokens_ptr, num_signals, tokens,
+    tasks_ptr, signals_ptr, tile_expert_ptr, peer_rank_ptr, num_tokens_ptr, num_signals, tokens,
     TILES: tl.constexpr, PARTS: tl.constexpr, UPS: tl.constexpr, DOWNS: tl.constexpr, SHARED_UPS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, HALF_TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the number of tasks, the list, and END; and clear the signals."""
+    """Write the number of tasks, the list, and END; and clear the signals. HALF_TILES: mark half tiles."""
     num_tiles = tl.load(num_tokens_ptr) // BLOCK_M
     shared_tiles = 0
     if SHARED_UPS > 0:
@@ -113,7 +114,10 @@ def tasks_kernel(
         kind = tl.where(ticket < total, kind, END)
         routed = (kind == UP) | (kind == DOWN)
         expert = tl.load(tile_expert_ptr + tile, mask=routed, other=0)
-        task = kind.to(tl.int64) + 8 * (part.to(tl.int64) + 4096 * (expert.to(tl.int64) + 65536 * tile.to(tl.int64)))
+        half = tl.zeros((BLOCK,), tl.int64)
+        if HALF_TILES:
+            half = (tl.load(peer_rank_ptr + tile * BLOCK_M + BLOCK_M // 2, mask=routed, other=0) < 0).to(tl.int64)
+        task = kind.to(tl.int64) + 8 * (half + 2 * (part.to(tl.int64) + 4096 * (expert.to(tl.int64) + 65536 * tile.to(tl.int64))))
         tl.store(tasks_ptr + 1 + ticket, task, mask=ticket <= total)
     for first in range(tl.program_id(0) * BLOCK, num_signals, tl.num_programs(0) * BLOCK):
         signal = first + tl.arange(0, BLOCK)
@@ -122,11 +126,12 @@ def tasks_kernel(
 
 @triton.jit
 def unpack(task):
-    """int64 -> kind, tile, part, expert."""
+    """int64 -> kind, tile, part, expert, half."""
     kind = (task & 7).to(tl.int32)
-    part = ((task >> 3) & 4095).to(tl.int32)
-    expert = ((task >> 15) & 65535).to(tl.int32)
-    return kind, (task >> 31).to(tl.int32), part, expert
+    half = ((task >> 3) & 1).to(tl.int32)
+    part = ((task >> 4) & 4095).to(tl.int32)
+    expert = ((task >> 16) & 65535).to(tl.int32)
+    return kind, (task >> 32).to(tl.int32), part, expert, half
 
 
 @triton.jit
