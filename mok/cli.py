@@ -86,6 +86,10 @@ def train(
     dtype: Annotated[
         str | None, typer.Option(help="float32, or bfloat16 with fp32 copies for the optimizer. Default: float32 on a CPU.")
     ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(help="Of the experts' products: bf16 (whatever --dtype is), mxfp8, or fp8 (in blocks). Default: bf16."),
+    ] = None,
     moe: Annotated[
         str | None,
         typer.Option(help="The layer: mok; or, to compare, torch (sort, gather, grouped products, eager) or torch-compiled (its SwiGLU)."),
@@ -102,8 +106,8 @@ def train(
     values: dict[str, Any] = dict(
         steps=steps, batch=batch, sequence=sequence, layers=layers, dense=dense, hidden=hidden, heads=heads, head_width=head_width,
         width=width, experts=experts, top_k=top_k, lr=lr, seed=seed, slices=slices, moe=moe, device=device, dtype=dtype,
-        text=text and str(Path(text).resolve()), threads=threads, minibatch=minibatch, macrobatch=macrobatch, saved_rows=saved_rows,
-        against=against, checkpoint_every=checkpoint_every, eval_every=eval_every,
+        precision=precision, text=text and str(Path(text).resolve()), threads=threads, minibatch=minibatch, macrobatch=macrobatch,
+        saved_rows=saved_rows, against=against, checkpoint_every=checkpoint_every, eval_every=eval_every,
     )  # fmt: skip
     given = {option: value for option, value in values.items() if value is not None}
 

@@ -35,6 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mok.config import MoEConfig, Tuning
 from mok.layer import MoE
+from mok.quantize import Precision
 from mok.router import Routing, choose_experts
 from mok.schedule import local_experts
 from mok.torch_layer import TorchMoE
@@ -237,7 +238,7 @@ class _MoE(MoE):
 class LanguageModel(nn.Module):
     """The model of one rank, with `replicas` slices of the global batch on it; without values until `initialize`.
 
-    dtype: float32, or bfloat16 on any device. layer: one of `LAYERS`.
+    dtype: float32, or bfloat16 on any device. layer: one of `LAYERS`. precision: of the routed experts' products, as in `mok.MoE`.
     """
 
     def __init__(
@@ -250,6 +251,7 @@ class LanguageModel(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         layer: str = "mok",
+        precision: Precision = "bf16",
     ) -> None:
         super().__init__()
         self.config = config
@@ -257,7 +259,7 @@ class LanguageModel(nn.Module):
         moes: list[MoE | TorchMoE] = []
         for _ in range(config.layers - config.dense):
             if layer == "mok":
-                moes.append(_MoE(config.moe, group, tuning=tuning or Tuning(), **factory))
+                moes.append(_MoE(config.moe, group, tuning=tuning or Tuning(), precision=precision, **factory))
             else:
                 moes.append(TorchMoE(config.moe, compiled=layer == "torch-compiled", **factory))
         self.moes = nn.ModuleList(moes)

@@ -34,7 +34,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
@@ -50,6 +50,7 @@ from torch import Tensor, nn
 from mok.config import MoEConfig, Tuning
 from mok.executor import exact
 from mok.model import LAYERS, LanguageModel, ModelConfig, local
+from mok.quantize import Precision
 from mok.router import balance_loss
 from mok.schedule import experts_per_rank, local_experts
 
@@ -104,6 +105,7 @@ class Options:
     moe: str = "mok"
     device: str = "cpu"
     dtype: str = "float32"
+    precision: str = "bf16"
     text: str | None = None
     ranks: int = 1
     threads: int = 1
@@ -148,6 +150,10 @@ class Options:
                     _reject(name, size, "must be a multiple of 16 with --device=cuda")
             if self.head_width % 8:
                 _reject("head_width", self.head_width, "must be a multiple of 8 with --device=cuda")
+        if self.precision not in get_args(Precision):
+            _reject("precision", self.precision, f"must be one of {', '.join(get_args(Precision))}")
+        if self.precision != "bf16" and (self.device, self.moe, self.against) != ("cpu", "mok", None):
+            _reject("precision", self.precision, "needs --device=cpu and --moe=mok, and nothing to compare --against")
         for name in ("moe", "against"):
             layer = getattr(self, name)
             if layer is None:
@@ -504,6 +510,7 @@ class Trainer:
         self.model = LanguageModel(
             options.model(), self.local_slices, ranks.group, options.tuning(),
             dtype=getattr(torch, options.dtype), device=options.device, layer=options.moe,
+            precision=cast(Precision, options.precision),
         )  # fmt: skip
         self.model.initialize(options.seed)
         self.train_bytes = torch.frombuffer(bytearray(text.train), dtype=torch.uint8).to(options.device)
@@ -799,7 +806,8 @@ class _Report:
         self.console.print(f"held out: {len(text.held_out):,} bytes, {text.split}", soft_wrap=True)
         self.console.print(f"on them: unigram entropy {self.unigram:.3f}, xz -9 {self.xz:.3f} bits per byte")
         machine = f"of {options.threads} thread(s)" if options.device == "cpu" else f"on {torch.cuda.get_device_name()}"
-        self.console.print(f"model: {parameters:,} parameters, {options.dtype}, experts by {options.moe}")
+        experts = f"experts by {options.moe}{f' in {options.precision}' * (options.precision != 'bf16')}"
+        self.console.print(f"model: {parameters:,} parameters, {options.dtype}, {experts}")
         self.console.print(f"run: {run}, {options.ranks} rank{'s' * (options.ranks > 1)} {machine}", soft_wrap=True)
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.description}"), TimeRemainingColumn())
         self.progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal, expand=True)

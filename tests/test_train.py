@@ -136,6 +136,31 @@ def test_digest_is_the_same_on_four_ranks_of_torchrun(whole, text, tmp_path):
     assert digest_of(out) == whole[1]
 
 
+@pytest.mark.parametrize("precision, ranks", [("mxfp8", 2), ("fp8", 1)])
+def test_a_quantized_run_learns_with_the_same_bits_on_other_ranks_or_knobs(precision, ranks, text, tmp_path):
+    options = dict(text=text, precision=precision, steps=6)
+    assert here(tmp_path / "run", **options) == 0
+    options |= dict(minibatch=128, macrobatch=256, saved_rows=0)
+    if ranks == 1:
+        assert here(tmp_path / "runs" / "other", **options) == 0
+    else:
+        code, _, err = finish(start(tmp_path, command(sys.executable, ranks=ranks, name="other", **options)))
+        assert code == 0, err
+    one, other = (train.read_metrics(run / "metrics.jsonl") for run in (tmp_path / "run", tmp_path / "runs" / "other"))
+    assert [entry["loss"] for entry in one] == [entry["loss"] for entry in other]
+    assert one[-1]["loss"] < one[0]["loss"] - 0.3
+
+
+def test_what_cannot_be_quantized_is_refused():
+    for match, options in {
+        "--precision=int8: must be one of bf16, mxfp8, fp8": dict(precision="int8"),
+        "--precision=fp8: needs --device=cpu": dict(precision="fp8", dtype="bfloat16", moe="torch"),
+        "--precision=mxfp8: needs --device=cpu": dict(precision="mxfp8", dtype="bfloat16", against="torch"),
+    }.items():
+        with pytest.raises(TrainError, match=match):
+            Options(**SMALL, **options)
+
+
 # --- bf16, as on a GPU ---
 
 
