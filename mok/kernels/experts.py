@@ -95,17 +95,22 @@ def dot(a, b, total):
 
 @triton.jit
 def multiply(a_desc, b_desc, row, b_row, depth, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """a b^T for BLOCK_M rows of a and both BLOCK_N rows of a pair, as one product, summed in fp32; two tiles, rounded to bf16.
-
-    Past the end of a row both read zero.
-    """
+    """a b^T in fp32, for BLOCK_M rows of a and both BLOCK_N rows of a pair, as one product. Past the end of a row both read zero."""
     total = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
     for k in tl.range(0, depth, BLOCK_K):
         a = a_desc.load([row, k])
         b = b_desc.load([0, b_row, k]).reshape(2 * BLOCK_N, BLOCK_K)
         total = dot(a, b, total)
-    halves = tl.permute(tl.reshape(rounded_pairs(total), (BLOCK_M, 2, BLOCK_N)), (0, 2, 1))
-    return tl.split(halves)
+    return total
+
+
+@triton.jit
+def rounded_halves(total, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A product with a pair -> its two tiles, bf16.
+
+    To be called where a task's kind is known: what the push of a down task needs, another layout, is otherwise made for every task.
+    """
+    return tl.split(tl.permute(tl.reshape(rounded_pairs(total), (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
 
 
 @triton.jit
@@ -124,22 +129,23 @@ def swiglu(gate, up, limit, CLAMP: tl.constexpr):
 
 @triton.jit
 def store_hidden(
-    first, second, gate_first, h_desc, gate_desc, up_desc, ring_row, row, column, saved_rows, limit,
-    CLAMP: tl.constexpr, SAVE: tl.constexpr, HALF: tl.constexpr,
+    total, gate_first, h_desc, gate_desc, up_desc, ring_row, row, column, saved_rows, limit,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CLAMP: tl.constexpr, SAVE: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """h into the ring; gate and up, as the backward will read them, into the first saved_rows rows of what is saved.
 
     HALF: these are the first half of a tile's rows. Gate and up of the other half, padding, are saved as the zeros they are.
     """
+    first, second = rounded_halves(total, BLOCK_M, BLOCK_N)
     gate, up = in_order(first, second, gate_first)
     if SAVE:
         if row < saved_rows:
             gate_desc.store([row, column], gate)
             up_desc.store([row, column], up)
             if HALF:
-                padding = tl.zeros(gate.shape, tl.bfloat16)
-                gate_desc.store([row + gate.shape[0], column], padding)
-                up_desc.store([row + gate.shape[0], column], padding)
+                padding = tl.zeros((BLOCK_M, BLOCK_N), tl.bfloat16)
+                gate_desc.store([row + BLOCK_M, column], padding)
+                up_desc.store([row + BLOCK_M, column], padding)
     h_desc.store([ring_row, column], rounded_pairs(swiglu(gate, up, limit, CLAMP)))
 
 

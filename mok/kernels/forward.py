@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from mok.kernels.dispatch import pull_rows
-from mok.kernels.experts import find_slots, multiply, push_to_slots, store_hidden, store_rows
+from mok.kernels.experts import find_slots, multiply, push_to_slots, rounded_halves, store_hidden, store_rows
 from mok.kernels.signals import (
     H_FREE,
     H_READY,
@@ -94,7 +94,7 @@ def expert_task(
             b_desc = shared_down_desc
             b_row = column
             depth = S
-    ab, ac = multiply(a_desc, b_desc, a_row, b_row, depth, ROWS, BLOCK_N, BLOCK_K)
+    total = multiply(a_desc, b_desc, a_row, b_row, depth, ROWS, BLOCK_N, BLOCK_K)
     # The next task's lookup hides behind the stores of this one.
     upcoming = tl.sum(tl.where(lanes == 0, taken, 0), axis=0)
     following = find(tasks_ptr, upcoming, num_tasks)
@@ -102,12 +102,13 @@ def expert_task(
         note(trace_ptr, ticket, COMPUTED)
     if kind == UP:
         store_hidden(
-            ab, ac, gate_first, store_h_desc, save_gate_desc, save_up_desc, ring_row, row, part * BLOCK_N, saved_rows,
-            limit, CLAMP, SAVE, ROWS < BLOCK_M,
+            total, gate_first, store_h_desc, save_gate_desc, save_up_desc, ring_row, row, part * BLOCK_N, saved_rows,
+            limit, ROWS, BLOCK_N, CLAMP, SAVE, ROWS < BLOCK_M,
         )  # fmt: skip
         finish_copy_engine_stores(tile)
         announce(h_ready_ptr + tile)
     elif kind == DOWN:
+        ab, ac = rounded_halves(total, ROWS, BLOCK_N)
         tl.debug_barrier()  # the accumulators' registers are free before the addresses need some
         source, slot = find_slots(peer_rank_ptr, peer_token_idx_ptr, row, ROWS)
         push_to_slots(ab, combine_ptr, combine_ptrs, source, slot, column, H, R, BLOCK_N)
@@ -116,12 +117,13 @@ def expert_task(
     elif S > 0:
         if kind == SHARED_UP:
             store_hidden(
-                ab, ac, shared_gate_first, store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc, row, row,
-                part * BLOCK_N, tokens, shared_limit, SHARED_CLAMP, SAVE, False,
+                total, shared_gate_first, store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc, row, row,
+                part * BLOCK_N, tokens, shared_limit, ROWS, BLOCK_N, SHARED_CLAMP, SAVE, False,
             )  # fmt: skip
             finish_copy_engine_stores(tile)
             announce(shared_h_ready_ptr + tile)
         else:
+            ab, ac = rounded_halves(total, ROWS, BLOCK_N)
             tl.debug_barrier()
             store_rows(ab, shared_out_ptr, row, tokens, column, H, ROWS, BLOCK_N)
             store_rows(ac, shared_out_ptr, row, tokens, column + BLOCK_N, H, ROWS, BLOCK_N)
