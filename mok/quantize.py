@@ -191,6 +191,17 @@ class Recipe:
 
     Weights are quantized whenever they are used, from the parameters as they are then. Nothing is kept, because nothing that a program may
     do to a parameter's memory (an optimizer's step, `.data.copy_`, new memory at an old address, a gathered shard) would have to tell us.
+    Who wants to quantize less often holds pairs, which the low-level API on a GPU is to take in place of a weight, and answers for their
+    being up to date:
+
+    | | forward | backward |
+    |---|---|---|
+    | MXFP8, gate and up [E, I, H] | (values, scale) along H | (values, scale, values_T [E, H, I], scale_T) |
+    | MXFP8, down [E, H, I] | (values, scale) along I | (values_T [E, I, H], scale_T) |
+    | blockwise FP8, each | (values, scale [E, ceil(rows / 128), ceil(columns / 128)]) | the same |
+
+    The four are what `mok.ops.mxfp8_quantize` returns. An MXFP8 scale has 3 dimensions (plain) or 4 (tcgen05); one of blockwise FP8 holds
+    E8M0 codes (uint8) or fp32 powers of two.
 
     Raises:
         ValueError: precision is none of the three, or quantized_weight_gradients without a format. TypeError: it is not a bool.
