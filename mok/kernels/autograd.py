@@ -9,6 +9,8 @@ S width of the shared experts, C rows whose gate and up are saved.
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +20,16 @@ from mok.kernels.launch import Workspace
 from mok.kernels.ops import KEPT, gpu_backward, gpu_forward, make_workspace, plan_of
 
 _workspaces: dict[tuple[str, torch.device, int, int, int], Workspace] = {}
+_groups: dict[str, weakref.ref[dist.ProcessGroup]] = {}
+
+
+def _forget_namesakes(group: dist.ProcessGroup) -> None:
+    """After destroy_process_group a name is given again, and the memory under it belongs to ranks that may not be these."""
+    name = group.group_name
+    if name in _groups and _groups[name]() is not group:
+        for key in [key for key in _workspaces if key[0] == name]:
+            del _workspaces[key]
+    _groups[name] = weakref.ref(group)
 
 
 def workspace_for(
@@ -30,6 +42,8 @@ def workspace_for(
         ValueError: more tokens than the group's workspace can hold, or ranks that disagree on H, K or E.
         RuntimeError: a first use, or one with more tokens, while compiling.
     """
+    if group is not None and not torch.compiler.is_compiling():
+        _forget_namesakes(group)
     key = ("" if group is None else group.group_name, device, hidden, top_k, num_experts)
     found = _workspaces.get(key)
     if found is not None and tokens <= found.max_tokens:
@@ -45,6 +59,7 @@ def workspace_for(
     if found is None:
         found = _workspaces[key] = made
     else:  # in place: calls that wait for their backward know it by its number
+        found.retire(found.memory.buffer, *found.memory.addresses.values())
         found.memory, found.max_tokens = made.memory, made.max_tokens
     return found
 

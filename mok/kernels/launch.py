@@ -79,6 +79,8 @@ class Workspace:
     warming: bool = False  # barriers do not wait: a call then only compiles and loads what an ordinary call launches
 
     number: int | None = None  # its name in operators
+    last_stream: torch.cuda.Stream | None = None  # where the last call was launched,
+    last_call: torch.cuda.Event | None = None  # and its end
 
     def __post_init__(self) -> None:
         self.scratch: dict[str, Tensor] = {}
@@ -94,8 +96,15 @@ class Workspace:
         count = torch.Size(shape).numel()
         found = self.scratch.get(name)
         if found is None or found.dtype != dtype or found.numel() < count:
+            self.retire(found)
             found = self.scratch[name] = torch.empty(max(count, 1), dtype=dtype, device=self.device)
         return found[:count].view(shape)
+
+    def retire(self, *buffers: Tensor | None) -> None:
+        """Let go of memory that the last call may still be using, on another stream than the one it was allocated on."""
+        for buffer in buffers:
+            if buffer is not None and self.last_stream is not None:
+                buffer.record_stream(self.last_stream)
 
     def check(self) -> None:
         """Raise what ended an earlier call, on every rank, and clear it. After a synchronization it is complete."""

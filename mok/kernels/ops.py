@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -79,6 +80,24 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def _turn(inner: Workspace) -> Iterator[None]:
+    """Launch on the workspace's device, and after the call before on whichever stream that was: it used the same memory.
+
+    Inside a capture the order of graphs is their user's business.
+    """
+    with _on(inner.device):
+        if inner.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        stream = torch.cuda.current_stream()
+        if inner.last_call is not None and inner.last_stream != stream:
+            stream.wait_event(inner.last_call)
+        inner.last_stream = stream
+        yield
+        inner.last_call = stream.record_event()
+
+
 def plan_of(num_sms: int, minibatch: int, macrobatch: int) -> list[int]:
     return [num_sms, min(minibatch // TILE_M, BEST_MINIBATCH_TILES), macrobatch // TILE_M]
 
@@ -107,7 +126,7 @@ def sum_counts_kernel(counts_ptrs, total_ptr, E, R: tl.constexpr, BLOCK: tl.cons
 
 
 def make_schedule(inner: Workspace, ids: Tensor, num_experts: int) -> list[Tensor]:
-    with _on(inner.device):
+    with _turn(inner):
         rows = launch.schedule(inner, ids, num_experts)
         # Between this schedule's barriers and the next one's, every rank's counts stand where it wrote them.
         total = torch.empty(num_experts, dtype=torch.int64, device=ids.device)
@@ -169,9 +188,10 @@ def gpu_forward(
     inner = workspace_of(workspace)
     made = [] if schedule else make_schedule(inner, ids, num_experts)
     rows, x = DeviceSchedule(*(schedule or made[:-1])), _aligned(x)
+    term = None if term is None else term.contiguous()
     cut = ForwardPlan(num_sms=plan[0], minibatch_tiles=plan[1], ring_tiles=plan[2])
     shared_out = torch.empty_like(x) if shared_scale is not None and saved_rows >= 0 else None
-    with _on(inner.device):
+    with _turn(inner):
         out, saved = launch.forward(
             inner, rows, ids, weights, x, gate, up, down, num_experts, shared=_three(shared_gate, shared_up, shared_down), clamp=clamp,
             shared_clamp=shared_clamp, shared_scale_T=shared_scale, saved_rows=max(saved_rows, 0), save=saved_rows >= 0, plan=cut,
@@ -206,7 +226,7 @@ def gpu_shared_gate_up(
     rows, x = DeviceSchedule(*schedule), _aligned(x)
     none = dataclasses.replace(rows, num_tokens=torch.zeros_like(rows.num_tokens))
     down, shared_down = gate.view(gate.shape[0], hidden, gate.shape[1]), shared_gate.view(hidden, shared_gate.shape[0])
-    with _on(inner.device):
+    with _turn(inner):
         arguments, saved, _ = launch.kernel_arguments(
             inner, rows, x, gate, up, down, (shared_gate, shared_up, shared_down), clamp, shared_clamp, 0, True, cut, hidden, gate.shape[1],
             shared_out_TH=x,
@@ -260,7 +280,7 @@ def gpu_backward(
     shared = _three(shared_gate, shared_up, shared_down)
     everyone = inner.memory.size > 1  # a peer may want what this rank does not
     needs = Needs(x=asked[0] or everyone, weights=asked[1] or everyone, experts=asked[2], shared=asked[3])
-    with _on(inner.device):
+    with _turn(inner):
         shared_d_y = None
         if shared is not None:
             shared_d_y = d_out if shared_scale is None else (d_out.float() * shared_scale[:, None]).to(d_out.dtype)
