@@ -27,6 +27,12 @@ from mok.schedule import local_experts
 BLOCK_N = 512
 
 
+@triton.jit
+def narrow(ids):
+    """int64 -> int32, those beyond as the nearest one: no wrong id becomes a right one."""
+    return tl.minimum(tl.maximum(ids, -(2**31)), 2**31 - 1).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["rank", "num_slots"], do_not_specialize_on_alignment=["ids_ptr"])
 def count_kernel(
     ids_ptr, block_counts_ptr, control_ptrs, rank, num_slots,
@@ -35,14 +41,14 @@ def count_kernel(
     """block_counts[block, e] = slots of this block with id e. An id outside -1..E-1 is reported and treated as masked."""
     block = tl.program_id(0)
     slots = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    ids = tl.load(ids_ptr + slots, mask=slots < num_slots, other=-1).to(tl.int32)
+    ids = narrow(tl.load(ids_ptr + slots, mask=slots < num_slots, other=-1))
     bins = tl.arange(0, BINS)
     counts = tl.histogram(tl.where((ids >= 0) & (ids < E), ids, E), BINS)
     tl.store(block_counts_ptr + block * E + bins, counts, mask=bins < E)
     wrong = (ids < -1) | (ids >= E)
     if tl.max(wrong.to(tl.int32), axis=0) > 0:
         first = tl.min(tl.where(wrong, slots, num_slots), axis=0)
-        found = tl.load(ids_ptr + first).to(tl.int32)
+        found = narrow(tl.load(ids_ptr + first))
         report(control_ptrs, rank, first, EXPERT_ID, E - 1, found, R)
         tell_host(peer_address(control_ptrs, rank, tl.int32))
 
@@ -68,12 +74,12 @@ def place_kernel(ids_ptr, block_counts_ptr, starts_ptr, order_ptr, num_slots, E:
     """order[start of its expert + equal ids of earlier blocks + equal ids earlier in this block] = slot."""
     block = tl.program_id(0)
     slots = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    ids = tl.load(ids_ptr + slots, mask=slots < num_slots, other=-1).to(tl.int32)
+    ids = narrow(tl.load(ids_ptr + slots, mask=slots < num_slots, other=-1))
     live = (ids >= 0) & (ids < E)
     earlier = tl.zeros((BLOCK_N,), tl.int32)
     for chunk in range(0, BLOCK_N, CHUNK):
         others = block * BLOCK_N + chunk + tl.arange(0, CHUNK)
-        other_ids = tl.load(ids_ptr + others, mask=others < num_slots, other=-1).to(tl.int32)
+        other_ids = narrow(tl.load(ids_ptr + others, mask=others < num_slots, other=-1))
         same = (other_ids[:, None] == ids[None, :]) & (others[:, None] < slots[None, :])
         earlier += tl.sum(same.to(tl.int32), axis=0)
     start = tl.load(starts_ptr + ids, mask=live, other=0) + tl.load(block_counts_ptr + block * E + ids, mask=live, other=0)
