@@ -46,7 +46,7 @@ def constants_of(hidden: int, width: int, shared: int, ranks: int, flags: dict[s
         BY_COPY_ENGINE=not any(size % 128 for size in (hidden, width, shared)) and "ACCUMULATE" not in flags,
         NEED_WEIGHTS=True, NEED_EXPERTS=True, NEED_SHARED=shared > 0, RUN=PLAN.run, PARTS=tasks.parts,
         BLOCK_M=PLAN.block_m, BLOCK_N=PLAN.block_n, BLOCK_K=PLAN.block_k, SLICE=PLAN.slice, BLOCK_H=PLAN.block_h,
-        THREADS=32 * PLAN.num_warps, TRACE=False,
+        THREADS=32 * PLAN.num_warps, HALF_TILES=True, TRACE=False,
         HIDDENS=tasks.hiddens, D_XS=tasks.d_xs, D_WEIGHTS=tasks.d_weights,
         SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs,
     )  # fmt: skip
@@ -73,6 +73,8 @@ def argument_type(name: str, constants: dict[str, object]) -> str:
             block = (k, n)
         elif name in ("ring_d_y_desc", "ring_d_gate_up_desc", "shared_d_y_desc", "shared_d_gate_up_desc"):
             block = (1, m, k)
+        elif name.startswith("half_"):
+            block = (1, m // 2, k)
         else:
             block = (k, m) if name.endswith("_t_desc") else (m, k)
         return f"tensordesc<bf16[{', '.join(map(str, block))}]>"

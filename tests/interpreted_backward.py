@@ -33,7 +33,7 @@ from mok.ops import Inputs, run_backward
 from mok.ops import Problem as HostProblem
 
 PLAN = BackwardPlan(
-    num_sms=2, ring_tiles=4, group_tiles=1, parts=2, run=2, block_m=BLOCK, block_n=2 * BLOCK, block_k=BLOCK, slice=BLOCK // 2, block_h=32,
+    num_sms=2, ring_tiles=4, group_tiles=1, parts=2, run=2, block_m=BLOCK, block_n=2 * BLOCK, block_k=BLOCK // 2, slice=BLOCK // 2, block_h=32,
     num_warps=1,
 )
 ALL = Needs()
@@ -191,10 +191,13 @@ def plan_of(
     groups.plan_kernel[(1,)](tokens, table, expert_tile, count, saved_tiles, shared_tasks, target=target, most=most, BLOCK_M=2, **per)
     rows = table[groups.HEADER.value :].view(-1, groups.ROW.value)[: int(table[0]) + 1].tolist()
     records = torch.zeros(max(rows[-1][0], 1), groups.RECORD.value, dtype=torch.int32)
+    peer_rank = torch.zeros(max(total, 1) * 2, dtype=torch.int32)
+    for last in torch.tensor(tiles_L, dtype=torch.int64).cumsum(0).tolist():
+        peer_rank[max(2 * last - 1, 0)] = -1  # the last row of every expert is padding
     groups.list_kernel[(3,)](
-        records, table, tile_expert if total else table, expert_tile, (tokens - 1).clamp(min=0), saved_tiles, shared_tiles,
+        records, table, tile_expert if total else table, expert_tile, (tokens - 1).clamp(min=0), peer_rank, saved_tiles, shared_tiles,
         2 * shared_tiles - 1, H=hidden, I=width, S=shared_width, ring=2 * most, BLOCK_M=2, RUN_N=4,
-        SHARED_HIDDENS=shared_per_tile[0], SHARED_D_XS=shared_per_tile[1], BLOCK=256, **per,
+        SHARED_HIDDENS=shared_per_tile[0], SHARED_D_XS=shared_per_tile[1], HALF_TILES=True, BLOCK=256, **per,
     )  # fmt: skip
     return rows, expert_tile.tolist(), records[: rows[-1][0]].tolist(), (of_weights(width), of_weights(shared_width))
 
@@ -278,6 +281,10 @@ def case_ticket_order():
                         needs = needs + compute[rows[group][5]]
                 elif name == "SHARED_D_WEIGHT":
                     assert record[7] == shared_tiles * per_shared[0] and record[6] == 2 * (2 * shared_tiles - 1) + 1
+                if name in ("HIDDEN", "D_X"):
+                    assert record[6] == (tile + 1 == expert_tile[expert + 1])  # half of an expert's last tile is padding
+                elif name.startswith("SHARED") and "WEIGHT" not in name:
+                    assert record[6] == 0
                 assert all(j < i for j in needs), (tiles_L, target, most, name, tile)
 
 

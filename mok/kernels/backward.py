@@ -167,31 +167,142 @@ def wait_for_inputs(
     return ok
 
 
-@triton.jit(do_not_specialize=["up_first", "shared_up_first", "rank", "ring", "max_tiles", "num_local", "tokens", "saved_tiles", "wait_limit"])
+@triton.jit
+def tile_task(
+    kind, tile, part, expert, group, number, taken, lanes, list_ptr, total, ring_d_y_desc, ring_d_gate_up_desc,
+    down_kn_desc, gate_up_kn_desc, shared_d_y_desc, shared_d_gate_up_desc, shared_down_kn_desc, shared_gate_up_kn_desc,
+    saved_gate_ptr, saved_up_ptr, ring_d_gate_ptr, ring_d_up_ptr, ring_h_ptr, ring_weights_ptr, partial_ptr,
+    saved_shared_gate_ptr, saved_shared_up_ptr, shared_d_gate_ptr, shared_d_up_ptr, shared_h_ptr, shared_d_x_ptr,
+    d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, peer_rank_ptr, peer_token_idx_ptr,
+    d_gate_ready_ptr, group_ready_ptr, shared_ready_ptr, trace_ptr, up_first, shared_up_first, ring, tokens, saved_tiles,
+    shared_tiles, limit, shared_limit, H: tl.constexpr, I: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
+    CLAMP: tl.constexpr, RECOMPUTE: tl.constexpr, NEED_WEIGHTS: tl.constexpr, HIDDENS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICE: tl.constexpr, TRACE: tl.constexpr,
+):  # fmt: skip
+    """A slice of the hidden gradient or of d_x, of the first ROWS rows of a tile. -> the next ticket and its task's kind."""
+    STORE: tl.constexpr = BLOCK_N // 2 if BLOCK_N > SLICE else SLICE
+    PARTS_OF_D_W: tl.constexpr = BLOCK_N // SLICE
+    hidden = (kind == HIDDEN) | (kind == SHARED_HIDDEN)
+    routed_rows = (kind == HIDDEN) | (kind == D_X)
+    place = tl.where(routed_rows, tile % ring, tile) * BLOCK_M
+    column = part * BLOCK_N
+    acc = tl.zeros((ROWS, BLOCK_N), tl.float32)
+    if hidden:
+        inner = H
+        planes = 1
+        reversed_up = 0
+        right_row = expert * H
+        left_desc = ring_d_y_desc
+        right_desc = down_kn_desc
+    else:
+        inner = I
+        planes = 2
+        reversed_up = up_first
+        right_row = expert * I
+        left_desc = ring_d_gate_up_desc
+        right_desc = gate_up_kn_desc
+    if S > 0:
+        if kind == SHARED_HIDDEN:
+            left_desc = shared_d_y_desc
+            right_desc = shared_down_kn_desc
+        elif kind == SHARED_D_X:
+            inner = S
+            reversed_up = shared_up_first
+            left_desc = shared_d_gate_up_desc
+            right_desc = shared_gate_up_kn_desc
+    acc = multiply_rows(
+        left_desc, right_desc, acc, planes, reversed_up, place, right_row, column, inner, ROWS, BLOCK_N, BLOCK_K
+    )  # fmt: skip
+    ticket, next_kind = take_ticket(taken, lanes, list_ptr, total)
+    if TRACE:
+        note(trace_ptr, number, COMPUTED)
+    if hidden:
+        from_gate_ptr = saved_gate_ptr
+        from_up_ptr = saved_up_ptr
+        from_place = tile * BLOCK_M
+        to_gate_ptr = ring_d_gate_ptr
+        to_up_ptr = ring_d_up_ptr
+        to_h_ptr = ring_h_ptr
+        clip = limit
+        if RECOMPUTE:
+            if tile >= saved_tiles:
+                from_gate_ptr = ring_d_gate_ptr
+                from_up_ptr = ring_d_up_ptr
+                from_place = place
+        width = I
+        num_rows = 0x7FFFFFFF
+        if S > 0:
+            width = tl.where(kind == HIDDEN, I, S)
+            if kind == SHARED_HIDDEN:
+                from_gate_ptr = saved_shared_gate_ptr
+                from_up_ptr = saved_shared_up_ptr
+                to_gate_ptr = shared_d_gate_ptr
+                to_up_ptr = shared_d_up_ptr
+                to_h_ptr = shared_h_ptr
+                num_rows = tokens
+                clip = shared_limit
+        lanes_m = tl.arange(0, ROWS)
+        weight = tl.load(ring_weights_ptr + place + lanes_m, mask=routed_rows, other=1.0)
+        hidden_slices(
+            acc, from_gate_ptr, from_up_ptr, from_place + lanes_m, to_gate_ptr, to_up_ptr, to_h_ptr, place + lanes_m,
+            num_rows, column, width, weight, clip,
+            partial_ptr + PARTS_OF_D_W * part * (ring * BLOCK_M) + place, ring * BLOCK_M, routed_rows,
+            CLAMP, (S > 0) | (I % BLOCK_N != 0), NEED_WEIGHTS, ROWS, BLOCK_N, SLICE,
+        )  # fmt: skip
+        order_copy_engine(tile)
+        if kind == HIDDEN:
+            tl.debug_barrier()
+            tl.atomic_add(group_ready_ptr + group, 1, sem="release", scope="gpu")
+            done = tl.atomic_add(d_gate_ready_ptr + tile, 1, sem="acq_rel", scope="gpu")
+            if NEED_WEIGHTS:
+                if done == HIDDENS - 1:
+                    push_d_weights(
+                        partial_ptr, ring * BLOCK_M, HIDDENS * PARTS_OF_D_W, place, d_weights_ptr, d_weights_ptrs,
+                        peer_rank_ptr, peer_token_idx_ptr, tile * BLOCK_M, R, BLOCK_M,
+                    )  # fmt: skip
+        elif S > 0:
+            announce(shared_ready_ptr + tile)
+            tl.atomic_add(shared_ready_ptr + shared_tiles, 1, sem="release", scope="gpu")
+    else:
+        pieces = slices(rounded_pairs(acc), ROWS, BLOCK_N, STORE)
+        if kind == D_X:
+            tl.debug_barrier()  # the sums' registers are free before the addresses need some
+            source, slot = find_slots(peer_rank_ptr, peer_token_idx_ptr, tile * BLOCK_M, ROWS)
+            for i in tl.static_range(BLOCK_N // STORE):
+                push_to_slots(pieces[i], d_x_ptr, d_x_ptrs, source, slot, column + i * STORE, H, R, STORE)
+        elif S > 0:
+            for i in tl.static_range(BLOCK_N // STORE):
+                store_rows(pieces[i], shared_d_x_ptr, place, tokens, column + i * STORE, H, ROWS, STORE)
+    return ticket, next_kind
+
+
+@triton.jit(
+    do_not_specialize=["up_first", "shared_up_first", "rank", "ring", "max_tiles", "num_local", "tokens", "saved_tiles", "wait_limit"]
+)
 def backward_kernel(
     d_y_ptr, d_y_ptrs, x_ptr, x_ptrs, weights_ptr, weights_ptrs, d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, control_ptrs,
     peer_rank_ptr, peer_token_idx_ptr, expert_tile_ptr, table_ptr, list_ptr,
     ring_d_y_ptr, ring_x_ptr, ring_d_gate_ptr, ring_d_up_ptr, ring_h_ptr, ring_weights_ptr, partial_ptr, carry_ptr,
     saved_gate_ptr, saved_up_ptr, saved_shared_gate_ptr, saved_shared_up_ptr, shared_d_gate_ptr, shared_d_up_ptr, shared_h_ptr,
     ring_x_desc, gate_desc, up_desc,
-    ring_d_y_desc, ring_d_gate_up_desc, down_kn_desc, gate_up_kn_desc,
+    ring_d_y_desc, ring_d_gate_up_desc, half_d_y_desc, half_d_gate_up_desc, down_kn_desc, gate_up_kn_desc,
     ring_d_y_t_desc, ring_d_gate_t_desc, ring_d_up_t_desc, ring_x_n_desc, ring_h_n_desc,
     shared_d_y_desc, shared_d_gate_up_desc, shared_down_kn_desc, shared_gate_up_kn_desc,
     shared_d_y_t_desc, shared_d_gate_t_desc, shared_d_up_t_desc, shared_x_n_desc, shared_h_n_desc,
     d_gate_weight_desc, d_up_weight_desc, d_down_weight_desc, shared_d_gate_weight_desc, shared_d_up_weight_desc, shared_d_down_weight_desc,
     d_gate_weight_ptr, d_up_weight_ptr, d_down_weight_ptr, shared_d_gate_weight_ptr, shared_d_up_weight_ptr, shared_d_down_weight_ptr,
-    shared_d_x_ptr, signals_ptr, trace_ptr, up_first, shared_up_first, rank, ring, max_tiles, num_local, tokens, saved_tiles, limit, shared_limit, wait_limit,
+    shared_d_x_ptr, signals_ptr, trace_ptr, up_first, shared_up_first, rank, ring, max_tiles, num_local, tokens, saved_tiles,
+    limit, shared_limit, wait_limit,
     H: tl.constexpr, I: tl.constexpr, S: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     CLAMP: tl.constexpr, RECOMPUTE: tl.constexpr, CARRY: tl.constexpr, ACCUMULATE: tl.constexpr, BY_COPY_ENGINE: tl.constexpr,
     NEED_WEIGHTS: tl.constexpr, NEED_EXPERTS: tl.constexpr, NEED_SHARED: tl.constexpr,
     RUN: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, SLICE: tl.constexpr, BLOCK_H: tl.constexpr, THREADS: tl.constexpr,
     GATE_UPS: tl.constexpr, HIDDENS: tl.constexpr, D_XS: tl.constexpr, D_WEIGHTS: tl.constexpr,
-    SHARED_HIDDENS: tl.constexpr, SHARED_D_XS: tl.constexpr, TRACE: tl.constexpr,
+    SHARED_HIDDENS: tl.constexpr, SHARED_D_XS: tl.constexpr, HALF_TILES: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Take tickets until none is left. signals: the ticket counter, then the counters of the module's text; zero at the start."""
     STORE: tl.constexpr = BLOCK_N // 2 if BLOCK_N > SLICE else SLICE
-    PARTS_OF_D_W: tl.constexpr = BLOCK_N // SLICE
     x_ready_ptr = signals_ptr + 32
     gate_ready_ptr = x_ready_ptr + max_tiles
     d_gate_ready_ptr = gate_ready_ptr + max_tiles
@@ -322,98 +433,28 @@ def backward_kernel(
                         store_tile(up_value, ring_d_up_ptr, rows_here, part * STORE, I, BLOCK_M, STORE, SLICE, I % STORE != 0)
                         order_copy_engine(tile)
                         announce(gate_ready_ptr + tile)
-                else:
-                    hidden = (kind == HIDDEN) | (kind == SHARED_HIDDEN)
-                    routed_rows = (kind == HIDDEN) | (kind == D_X)
-                    place = tl.where(routed_rows, tile % ring, tile) * BLOCK_M
-                    column = part * BLOCK_N
-                    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-                    if hidden:
-                        inner = H
-                        planes = 1
-                        reversed_up = 0
-                        right_row = expert * H
-                        left_desc = ring_d_y_desc
-                        right_desc = down_kn_desc
-                    else:
-                        inner = I
-                        planes = 2
-                        reversed_up = up_first
-                        right_row = expert * I
-                        left_desc = ring_d_gate_up_desc
-                        right_desc = gate_up_kn_desc
-                    if S > 0:
-                        if kind == SHARED_HIDDEN:
-                            left_desc = shared_d_y_desc
-                            right_desc = shared_down_kn_desc
-                        elif kind == SHARED_D_X:
-                            inner = S
-                            reversed_up = shared_up_first
-                            left_desc = shared_d_gate_up_desc
-                            right_desc = shared_gate_up_kn_desc
-                    acc = multiply_rows(
-                        left_desc, right_desc, acc, planes, reversed_up, place, right_row, column, inner, BLOCK_M, BLOCK_N, BLOCK_K
+                elif HALF_TILES & (last == 1):
+                    ticket, next_kind = tile_task(
+                        kind, tile, part, expert, group, number, taken, lanes, list_ptr, total, half_d_y_desc, half_d_gate_up_desc,
+                        down_kn_desc, gate_up_kn_desc, shared_d_y_desc, shared_d_gate_up_desc, shared_down_kn_desc, shared_gate_up_kn_desc,
+                        saved_gate_ptr, saved_up_ptr, ring_d_gate_ptr, ring_d_up_ptr, ring_h_ptr, ring_weights_ptr, partial_ptr,
+                        saved_shared_gate_ptr, saved_shared_up_ptr, shared_d_gate_ptr, shared_d_up_ptr, shared_h_ptr, shared_d_x_ptr,
+                        d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, peer_rank_ptr, peer_token_idx_ptr,
+                        d_gate_ready_ptr, group_ready_ptr, shared_ready_ptr, trace_ptr, up_first, shared_up_first, ring, tokens,
+                        saved_tiles, shared_tiles, limit, shared_limit, H, I, 0, R, CLAMP, RECOMPUTE, NEED_WEIGHTS, HIDDENS,
+                        BLOCK_M // 2, BLOCK_M, BLOCK_N, BLOCK_K, SLICE, TRACE,
                     )  # fmt: skip
-                    ticket, next_kind = take_ticket(taken, lanes, list_ptr, total)
-                    if TRACE:
-                        note(trace_ptr, number, COMPUTED)
-                    if hidden:
-                        from_gate_ptr = saved_gate_ptr
-                        from_up_ptr = saved_up_ptr
-                        from_place = tile * BLOCK_M
-                        to_gate_ptr = ring_d_gate_ptr
-                        to_up_ptr = ring_d_up_ptr
-                        to_h_ptr = ring_h_ptr
-                        clip = limit
-                        if RECOMPUTE:
-                            if tile >= saved_tiles:
-                                from_gate_ptr = ring_d_gate_ptr
-                                from_up_ptr = ring_d_up_ptr
-                                from_place = place
-                        width = I
-                        num_rows = 0x7FFFFFFF
-                        if S > 0:
-                            width = tl.where(kind == HIDDEN, I, S)
-                            if kind == SHARED_HIDDEN:
-                                from_gate_ptr = saved_shared_gate_ptr
-                                from_up_ptr = saved_shared_up_ptr
-                                to_gate_ptr = shared_d_gate_ptr
-                                to_up_ptr = shared_d_up_ptr
-                                to_h_ptr = shared_h_ptr
-                                num_rows = tokens
-                                clip = shared_limit
-                        lanes_m = tl.arange(0, BLOCK_M)
-                        weight = tl.load(ring_weights_ptr + place + lanes_m, mask=routed_rows, other=1.0)
-                        hidden_slices(
-                            acc, from_gate_ptr, from_up_ptr, from_place + lanes_m, to_gate_ptr, to_up_ptr, to_h_ptr, place + lanes_m,
-                            num_rows, column, width, weight, clip,
-                            partial_ptr + PARTS_OF_D_W * part * (ring * BLOCK_M) + place, ring * BLOCK_M, routed_rows,
-                            CLAMP, (S > 0) | (I % BLOCK_N != 0), NEED_WEIGHTS, BLOCK_M, BLOCK_N, SLICE,
-                        )  # fmt: skip
-                        order_copy_engine(tile)
-                        if kind == HIDDEN:
-                            tl.debug_barrier()
-                            tl.atomic_add(group_ready_ptr + group, 1, sem="release", scope="gpu")
-                            done = tl.atomic_add(d_gate_ready_ptr + tile, 1, sem="acq_rel", scope="gpu")
-                            if NEED_WEIGHTS:
-                                if done == HIDDENS - 1:
-                                    push_d_weights(
-                                        partial_ptr, ring * BLOCK_M, HIDDENS * PARTS_OF_D_W, place, d_weights_ptr, d_weights_ptrs,
-                                        peer_rank_ptr, peer_token_idx_ptr, tile * BLOCK_M, R, BLOCK_M,
-                                    )  # fmt: skip
-                        elif S > 0:
-                            announce(shared_ready_ptr + tile)
-                            tl.atomic_add(shared_ready_ptr + shared_tiles, 1, sem="release", scope="gpu")
-                    else:
-                        pieces = slices(rounded_pairs(acc), BLOCK_M, BLOCK_N, STORE)
-                        if kind == D_X:
-                            tl.debug_barrier()  # the sums' registers are free before the addresses need some
-                            source, slot = find_slots(peer_rank_ptr, peer_token_idx_ptr, tile * BLOCK_M, BLOCK_M)
-                            for i in tl.static_range(BLOCK_N // STORE):
-                                push_to_slots(pieces[i], d_x_ptr, d_x_ptrs, source, slot, column + i * STORE, H, R, STORE)
-                        elif S > 0:
-                            for i in tl.static_range(BLOCK_N // STORE):
-                                store_rows(pieces[i], shared_d_x_ptr, place, tokens, column + i * STORE, H, BLOCK_M, STORE)
+                else:
+                    ticket, next_kind = tile_task(
+                        kind, tile, part, expert, group, number, taken, lanes, list_ptr, total, ring_d_y_desc, ring_d_gate_up_desc,
+                        down_kn_desc, gate_up_kn_desc, shared_d_y_desc, shared_d_gate_up_desc, shared_down_kn_desc, shared_gate_up_kn_desc,
+                        saved_gate_ptr, saved_up_ptr, ring_d_gate_ptr, ring_d_up_ptr, ring_h_ptr, ring_weights_ptr, partial_ptr,
+                        saved_shared_gate_ptr, saved_shared_up_ptr, shared_d_gate_ptr, shared_d_up_ptr, shared_h_ptr, shared_d_x_ptr,
+                        d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, peer_rank_ptr, peer_token_idx_ptr,
+                        d_gate_ready_ptr, group_ready_ptr, shared_ready_ptr, trace_ptr, up_first, shared_up_first, ring, tokens,
+                        saved_tiles, shared_tiles, limit, shared_limit, H, I, S, R, CLAMP, RECOMPUTE, NEED_WEIGHTS, HIDDENS,
+                        BLOCK_M, BLOCK_M, BLOCK_N, BLOCK_K, SLICE, TRACE,
+                    )  # fmt: skip
                 if kind <= D_WEIGHT:
                     announce(group_done_ptr + group)
         if TRACE:

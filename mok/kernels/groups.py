@@ -48,11 +48,11 @@ PART = tl.constexpr(2)  # PULL: which part; a tile's task: which slice of column
 OF_EXPERT = tl.constexpr(3)
 OF_GROUP = tl.constexpr(4)
 AT = tl.constexpr(5)  # weights: row * 65536 + column, in tiles and runs of them; PULL: the group that must be done, or -1
-DEPTH = tl.constexpr(6)  # weights: rows to sum over, 2 * them + 1 if they are the last ones of their expert
+DEPTH = tl.constexpr(6)  # weights: 2 * the rows to sum over + 1 if they are the last ones of their expert; a tile: 1 if it is half padding
 EXPECTED = tl.constexpr(7)  # weights: slices of d_gate that must be there, those of the whole group
 BLOCK_TICKETS = 256
 
-BLOCK_TILES = tl.constexpr(16)  # rows of tiles worked on together, so that both operands stay in the L2 cache
+BLOCK_TILES = tl.constexpr(16)  # about as many rows of tiles are worked on together, so that both operands stay in the L2 cache
 
 
 @triton.jit
@@ -130,11 +130,15 @@ def plan_kernel(
 
 @triton.jit
 def swizzle(q, rows, columns):
-    """q -> (row, column) of a grid of tasks: blocks of BLOCK_TILES rows, the row running fastest within a block."""
-    block = q // (BLOCK_TILES * columns)
-    q -= block * (BLOCK_TILES * columns)
-    height = tl.minimum(BLOCK_TILES, rows - block * BLOCK_TILES)
-    return block * BLOCK_TILES + q % height, q // height
+    """q -> (row, column) of a grid of tasks: equal blocks of about BLOCK_TILES rows, the row running fastest within a block.
+
+    Equal, because a block of a row or two would read all of the other operand for them. Example, 17 rows: one block.
+    """
+    most = tl.maximum(tl.cdiv(rows, tl.maximum((rows + BLOCK_TILES // 2) // BLOCK_TILES, 1)), 1)
+    block = q // (most * columns)
+    q -= block * (most * columns)
+    height = tl.minimum(most, rows - block * most)
+    return block * most + q % height, q // height
 
 
 @triton.jit
@@ -162,10 +166,10 @@ def tiles_of_weights(q, width, H: tl.constexpr, BLOCK_M: tl.constexpr, RUN_N: tl
 
 @triton.jit(do_not_specialize=["saved_tiles", "shared_tiles", "tokens", "ring"])
 def list_kernel(
-    list_ptr, table_ptr, tile_expert_ptr, expert_tile_ptr, routes_per_expert_ptr, saved_tiles, shared_tiles, tokens, ring,
+    list_ptr, table_ptr, tile_expert_ptr, expert_tile_ptr, routes_per_expert_ptr, peer_rank_ptr, saved_tiles, shared_tiles, tokens, ring,
     H: tl.constexpr, I: tl.constexpr, S: tl.constexpr, BLOCK_M: tl.constexpr, RUN_N: tl.constexpr,
     PARTS: tl.constexpr, GATE_UPS: tl.constexpr, HIDDENS: tl.constexpr, D_XS: tl.constexpr, D_WEIGHTS: tl.constexpr,
-    SHARED_HIDDENS: tl.constexpr, SHARED_D_XS: tl.constexpr, BLOCK: tl.constexpr,
+    SHARED_HIDDENS: tl.constexpr, SHARED_D_XS: tl.constexpr, HALF_TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the record of every ticket. Any number of programs."""
     PER_TILE: tl.constexpr = PARTS if PARTS > 0 else 1
@@ -222,6 +226,11 @@ def list_kernel(
         tile = tl.where(is_weight, tl.maximum(begin, first), tile)
         depth = tl.minimum((end - tile) * BLOCK_M, routes - (tile - begin) * BLOCK_M)
         depth = tl.maximum(depth, 0) * 2 + (finish <= end).to(tl.int32)
+        half = tl.zeros((BLOCK,), tl.int32)
+        if HALF_TILES:  # padding rows are an expert's last
+            of_tile = routed & ((kind == HIDDEN) | (kind == D_X))
+            half = (tl.load(peer_rank_ptr + tile * BLOCK_M + BLOCK_M // 2, mask=of_tile, other=0) < 0).to(tl.int32)
+        depth = tl.where(is_weight, depth, half)
         expected = (end - first) * HIDDENS
         part = tl.where(is_weight, which, part)
 
@@ -240,7 +249,7 @@ def list_kernel(
             part = tl.where(shared, tl.where(q < hiddens, part_h, tl.where(q < d_xs, part_x, which)), part)
             expert = tl.where(shared, 0, expert)
             at = tl.where(shared, shared_at, at)
-            depth = tl.where(shared, tokens * 2 + 1, depth)
+            depth = tl.where(shared, tl.where(q < d_xs, 0, tokens * 2 + 1), depth)
             expected = tl.where(shared, hiddens, expected)
 
         record = list_ptr + ticket * RECORD

@@ -38,6 +38,8 @@ class BackwardPlan:
     group_tiles: a group of experts is closed when it has this many tiles; 0 means four waves of tiles per phase.
     parts: pull tasks per tile.
     run: tiles of a weight's gradient that one task makes in a row.
+    half_tiles: multiply only the first half of a tile whose other half is padding. Weights' gradients read rows in steps of block_k, which
+        must not reach into the half that is not written.
     trace: write timestamps of every task.
     block_n: columns of a tile: `slice`, two or four times as many; `slice` itself, the width of a part of d_w, is no knob.
     """
@@ -55,6 +57,7 @@ class BackwardPlan:
     num_warps: int = 8
     num_stages: int = 4
     programs_per_sm: int = 1
+    half_tiles: bool = True
     trace: bool = False
 
     @property
@@ -176,6 +179,7 @@ def prepare(
     plan, needs = plan or BackwardPlan(), needs or Needs()
     memory, tokens, hidden, width = workspace.memory, x_TH.shape[0], workspace.hidden, gate_LIH.shape[1]
     m, n, k, s = plan.block_m, plan.block_n, plan.block_k, plan.slice
+    half_tiles = plan.half_tiles and k <= m // 2
     num_local, tiles = gate_LIH.shape[0], rows.tile_expert.numel()
     shared_width = shared[0].shape[0] if shared else 0
     tasks = count_tasks(plan, needs, hidden, width, shared_width, tokens)
@@ -216,6 +220,7 @@ def prepare(
     shared_d_x = torch.empty(tokens, hidden, dtype=bf16, device=device) if shared and needs.x else None
     to_shared = shared_grads or (nowhere,) * 3
     a = lambda *planes: _planes(planes, m, k)  # noqa: E731
+    half = lambda *planes: _planes(planes, m // 2, k)  # noqa: E731
     a_rows = lambda matrix: _rows(matrix, m, k)  # noqa: E731
     a_t = lambda matrix: _rows(matrix, k, m)  # noqa: E731
     b = lambda *planes: _planes(planes, k, n)  # noqa: E731
@@ -234,7 +239,7 @@ def prepare(
     )  # fmt: skip
     listing = dict(
         list_ptr=tickets, table_ptr=table, tile_expert_ptr=rows.tile_expert, expert_tile_ptr=expert_tile,
-        routes_per_expert_ptr=rows.routes_per_expert, saved_tiles=saved_tiles,
+        routes_per_expert_ptr=rows.routes_per_expert, peer_rank_ptr=rows.peer_rank, saved_tiles=saved_tiles, HALF_TILES=half_tiles,
         shared_tiles=triton.cdiv(tokens, m) if shared else 0, tokens=tokens, H=hidden, I=width, S=shared_width, ring=ring,
         BLOCK_M=m, RUN_N=n * plan.run, SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs, BLOCK=BLOCK_TICKETS, **per,
     )  # fmt: skip
@@ -245,6 +250,7 @@ def prepare(
         control_ptrs=addresses["control"], peer_rank_ptr=rows.peer_rank, peer_token_idx_ptr=rows.peer_token_idx,
         expert_tile_ptr=expert_tile, table_ptr=table, list_ptr=tickets,
         ring_d_y_ptr=d_y_ring, ring_x_ptr=x_ring, ring_weights_ptr=weights_ring, partial_ptr=partial, carry_ptr=carry,
+        half_d_y_desc=half(d_y_ring), half_d_gate_up_desc=half(d_gate_ring, d_up_ring),
         ring_d_y_desc=a(d_y_ring), ring_d_gate_up_desc=a(d_gate_ring, d_up_ring), down_kn_desc=b(down_LHI),
         gate_up_kn_desc=b(gate_LIH, up_LIH), up_first=int(up_LIH.data_ptr() < gate_LIH.data_ptr()),
         ring_d_y_t_desc=a_t(d_y_ring), ring_d_gate_t_desc=a_t(d_gate_ring), ring_d_up_t_desc=a_t(d_up_ring),
@@ -262,7 +268,8 @@ def prepare(
         RECOMPUTE=recompute, CARRY=cut, ACCUMULATE=accumulate, BY_COPY_ENGINE=by_copy_engine,
         NEED_WEIGHTS=needs.weights, NEED_EXPERTS=needs.experts, NEED_SHARED=needs.shared and bool(shared),
         RUN=plan.run, ring=ring, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, SLICE=s, BLOCK_H=min(plan.block_h, triton.next_power_of_2(hidden)),
-        THREADS=32 * plan.num_warps, SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs, TRACE=plan.trace, **per,
+        THREADS=32 * plan.num_warps, SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs,
+        HALF_TILES=half_tiles, TRACE=plan.trace, **per,
     )  # fmt: skip
     of_gate_and_up = dict.fromkeys(("ring_x_desc", "gate_desc", "up_desc"))
     if recompute:
