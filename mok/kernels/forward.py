@@ -2,7 +2,7 @@
 
 Every program takes the next task of one list (`tasks.py`) until none is left. Rows live in rings of `ring` tiles (x and h); tile t uses
 place t mod ring. Signals, one counter per tile:
-    x_ready: parts pulled;  h_ready: up tasks done (the place of x is then free);  h_free: down tasks done (the place of h is then free).
+    x_ready: parts pulled;  h_ready: up tasks done (the place of x is then free);  h_free: down tasks that have read h (its place is free).
 
 An expert's last tile may be half a tile: at most the first half of its rows are real. Its tasks then multiply and store that half only. The
 other half of its h is never written, and never read: the down task reads through a descriptor of half a tile. A row's sums run over the
@@ -28,7 +28,7 @@ from mok.kernels.signals import (
     order_copy_engine,
     wait_for,
 )
-from mok.kernels.tasks import DOWN, END, NOTHING, PULL, SHARED_DOWN, SHARED_UP, UP, find, unpack
+from mok.kernels.tasks import DOWN, END, NOTHING, PULL, SHARED_DOWN, SHARED_UP, UP, find, of_lane_0, unpack
 from mok.kernels.trace import BEGIN, COMPUTED, DONE, READY, note, note_begin, note_end
 
 
@@ -95,9 +95,7 @@ def expert_task(
             b_row = column
             depth = S
     total = multiply(a_desc, b_desc, a_row, b_row, depth, ROWS, BLOCK_N, BLOCK_K)
-    # The next task's lookup hides behind the stores of this one.
-    upcoming = tl.sum(tl.where(lanes == 0, taken, 0), axis=0)
-    following = find(tasks_ptr, upcoming, num_tasks)
+    following = find(tasks_ptr, taken, num_tasks, lanes)
     if TRACE:
         note(trace_ptr, ticket, COMPUTED)
     if kind == UP:
@@ -108,12 +106,11 @@ def expert_task(
         finish_copy_engine_stores(tile)
         announce(h_ready_ptr + tile)
     elif kind == DOWN:
-        ab, ac = rounded_halves(total, ROWS, BLOCK_N)
-        tl.debug_barrier()  # the accumulators' registers are free before the addresses need some
         source, slot = find_slots(peer_rank_ptr, peer_token_idx_ptr, row, ROWS)
+        ab, ac = rounded_halves(total, ROWS, BLOCK_N)
+        announce(h_free_ptr + tile)  # h has been read; and its barrier frees the accumulators' registers before the addresses need some
         push_to_slots(ab, combine_ptr, combine_ptrs, source, slot, column, H, R, BLOCK_N)
         push_to_slots(ac, combine_ptr, combine_ptrs, source, slot, column + BLOCK_N, H, R, BLOCK_N)
-        announce(h_free_ptr + tile)
     elif S > 0:
         if kind == SHARED_UP:
             store_hidden(
@@ -127,7 +124,7 @@ def expert_task(
             tl.debug_barrier()
             store_rows(ab, shared_out_ptr, row, tokens, column, H, ROWS, BLOCK_N)
             store_rows(ac, shared_out_ptr, row, tokens, column + BLOCK_N, H, ROWS, BLOCK_N)
-    return upcoming, following
+    return following
 
 
 @triton.jit(do_not_specialize=["rank", "max_tiles", "ring", "tokens", "saved_rows", "gate_first", "shared_gate_first", "wait_limit"])
@@ -154,8 +151,9 @@ def forward_kernel(
     shared_h_ready_ptr = h_free_ptr + max_tiles
     lanes = tl.arange(0, THREADS)
     num_tasks = tl.load(tasks_ptr).to(tl.int32)
-    ticket = tl.atomic_add(signals_ptr, 1, sem="relaxed", scope="gpu")
-    task = find(tasks_ptr, ticket, num_tasks)
+    taken = tl.atomic_add(signals_ptr + lanes, 1, mask=lanes == 0, sem="relaxed", scope="gpu")
+    task = of_lane_0(find(tasks_ptr, taken, num_tasks, lanes))
+    ticket = of_lane_0(taken) if TRACE else 0
     if TRACE:
         note_begin(trace_ptr)
     while (task & 7) != END:
@@ -171,8 +169,7 @@ def forward_kernel(
         if (kind == UP) & (tile >= ring) & ok:  # the place of h, too
             ok = wait_for(h_free_ptr + tile - ring, DOWNS, control_ptrs, rank, tile, H_FREE, wait_limit, R)
         order_copy_engine(tile)
-        following = task | END
-        upcoming = tile * 0
+        following = tl.where(lanes == 0, END, 0).to(tl.int64)
         if TRACE:
             note(trace_ptr, ticket, READY)
         if ok:
@@ -184,13 +181,11 @@ def forward_kernel(
                 )  # fmt: skip
                 order_copy_engine(tile)
                 announce(x_ready_ptr + tile)
-                upcoming = tl.sum(tl.where(lanes == 0, taken, 0), axis=0)
-                following = find(tasks_ptr, upcoming, num_tasks)
+                following = find(tasks_ptr, taken, num_tasks, lanes)
             elif kind == NOTHING:
-                upcoming = tl.sum(tl.where(lanes == 0, taken, 0), axis=0)
-                following = find(tasks_ptr, upcoming, num_tasks)
+                following = find(tasks_ptr, taken, num_tasks, lanes)
             elif HALF_TILES & (half != 0):
-                upcoming, following = expert_task(
+                following = expert_task(
                     kind, tile, part, expert, ring_row, ticket, taken, lanes, tasks_ptr, num_tasks,
                     half_x_desc, half_h_desc, store_half_h_desc, save_half_gate_desc, save_half_up_desc,
                     gate_up_desc, down_desc, shared_x_desc, shared_h_desc, store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc,
@@ -200,7 +195,7 @@ def forward_kernel(
                     H, I, 0, R, CLAMP, SHARED_CLAMP, SAVE, BLOCK_M // 2, BLOCK_M, BLOCK_N, BLOCK_K, TRACE,
                 )  # fmt: skip
             else:
-                upcoming, following = expert_task(
+                following = expert_task(
                     kind, tile, part, expert, ring_row, ticket, taken, lanes, tasks_ptr, num_tasks,
                     ring_x_desc, ring_h_desc, store_h_desc, save_gate_desc, save_up_desc,
                     gate_up_desc, down_desc, shared_x_desc, shared_h_desc, store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc,
@@ -211,7 +206,7 @@ def forward_kernel(
                 )  # fmt: skip
         if TRACE:
             note(trace_ptr, ticket, DONE)
-            ticket = upcoming
-        task = following
+            ticket = of_lane_0(taken)
+        task = of_lane_0(following)
     if TRACE:
         note_end(trace_ptr)

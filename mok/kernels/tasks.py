@@ -135,6 +135,12 @@ def unpack(task):
 
 
 @triton.jit
-def find(tasks_ptr, ticket, num_tasks):
-    """The task of a ticket; END for every ticket past the last."""
-    return tl.load(tasks_ptr + 1 + tl.minimum(ticket, num_tasks))
+def find(tasks_ptr, tickets, num_tasks, lanes):
+    """The task of the ticket that lane 0 holds, END for every ticket past the last; `of_lane_0` tells it to all, and only then waits."""
+    return tl.load(tasks_ptr + 1 + tl.minimum(tickets, num_tasks), mask=lanes == 0, other=0)
+
+
+@triton.jit
+def of_lane_0(values):
+    """The first of a program's values, one per thread, for all threads: through shared memory, which is faster than a reduction."""
+    return tl.sum(tl.gather(values, tl.zeros((1,), tl.int32), 0), axis=0)
