@@ -272,7 +272,8 @@ def get_workspace(
     """`create_workspace`, once for each (group, device, T, H, K)."""
     name = None if group is None else group.group_name
     key = (name, _device(device), num_local_tokens, hidden_size, topk)
-    if key not in _workspaces:
+    found = _workspaces.get(key)
+    if found is None or found.group is not group:  # a destroyed group's name is given again
         _workspaces[key] = create_workspace(
             config, group, device=device, num_local_tokens=num_local_tokens, hidden_size=hidden_size, topk=topk
         )  # fmt: skip
