@@ -114,7 +114,7 @@ def test_one_rank(name):
     gradients = {name: value for name, value in first.items() if name != "out"}
     schedule = calls.schedule()
     _, context = calls.forward(schedule)
-    assert context.gate_routed.shape == (min(1024, schedule.peer_rank.numel()), width)
+    assert context.gate_routed.shape == (min(1024, schedule.peer_rank.numel()), problem.width)
     calls.backward(schedule, context, -d_y)
     calls.poison()
     assert_equal(calls.backward(schedule, context), gradients, "context used again")
