@@ -1,4 +1,4 @@
-"""The backward on a GPU: every gradient against fp32, the promises about bits, extremes, accumulation, capture, failure."""
+"""Forward and backward on a GPU: output and every gradient against fp64, the promises about bits, extremes, accumulation, capture."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ sys.path.insert(0, os.path.dirname(__file__))
 
 from dataclasses import replace
 
-from virtual import DEVICE, Problem
+from virtual import DEVICE, Problem, poison, poison_workspace
 from virtual_backward import Group, assert_near, expected, make_d_y
 
+import mok
+from mok import Tuning
+from mok.kernels.launch import ForwardPlan
 from mok.kernels.launch_backward import BackwardPlan, Needs
 
 SIZES = {  # tokens, hidden, width, experts, K, shared width
@@ -38,7 +41,7 @@ def equal(got, want, what) -> None:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_every_gradient_near_fp32_and_equal_for_every_number_of_ranks(name):
+def test_every_gradient_near_fp64_and_equal_for_every_number_of_ranks(name):
     tokens, hidden, width, experts, top_k, shared_width = SIZES[name]
     problem = Problem(tokens, hidden, width, experts, top_k, masked=0.1, shared_width=shared_width)
     d_y = make_d_y(problem)
@@ -75,8 +78,8 @@ def test_bits_do_not_depend_on_time(ranks):
     problem, d_y = many_rows()
     first = Group(problem, d_y, 1).run()
     first = {n: v for n, v in first.items() if not n.startswith("shared")}
-    group = Group(problem, d_y, ranks, SMALL)
-    for repeat in range(25):
+    group = Group(problem, d_y, ranks, SMALL, saved_rows=2000)
+    for repeat in range(100):
         got = group.run(delay=True)
         equal({n: got[n] for n in first}, first, repeat)
 
@@ -84,7 +87,7 @@ def test_bits_do_not_depend_on_time(ranks):
 KNOBS = [
     dict(ring_tiles=2), dict(ring_tiles=12, group_tiles=3, parts=1), dict(parts=8, num_sms=1), dict(num_sms=7, ring_tiles=16),
     dict(num_stages=3, block_h=512, run=4), dict(run=3), dict(block_n=128, num_stages=3),
-    dict(block_n=128, num_warps=4, num_stages=3, programs_per_sm=2),
+    dict(block_n=128, num_warps=4, num_stages=3, programs_per_sm=2), dict(half_tiles=False),
 ]  # fmt: skip
 
 
@@ -95,9 +98,50 @@ def test_bits_do_not_depend_on_knobs(changes):
 
 
 @pytest.mark.parametrize("saved_rows", [0, 1000])
-def test_bits_do_not_depend_on_what_was_saved(saved_rows):
+def test_bits_do_not_depend_on_what_was_saved_or_the_minibatch(saved_rows):
     problem, d_y = many_rows()
-    equal(Group(problem, d_y, 1, saved_rows=saved_rows).run(), Group(problem, d_y, 1).run(), saved_rows)
+    first = Group(problem, d_y, 1).run()
+    for tiles in (1, 5):
+        plan = ForwardPlan(minibatch_tiles=tiles, ring_tiles=2 * tiles)
+        equal(Group(problem, d_y, 1, saved_rows=saved_rows, forward_plan=plan).run(), first, (saved_rows, tiles))
+
+
+TUNINGS = [
+    Tuning(minibatch=minibatch, macrobatch=minibatch * minibatches, num_sms=num_sms, saved_rows=saved_rows)
+    for minibatch in (128, 384, 1024, 2048, 4096)
+    for minibatches in (1, 2, 7)
+    for num_sms in (0, 20, 1)
+    for saved_rows in (None, 0, 640)
+]
+
+
+def test_every_tuning():
+    """One problem through `mok.moe` with every combination of knobs: near fp64 once, then the same bits."""
+    problem = Problem(1500, 512, 256, 12, 4, masked=0.05)
+    d_y = make_d_y(problem)
+    names, first = ("d_x", "d_weights", "gate", "up", "down"), None
+    for tuning in TUNINGS:
+        leaves = [t.clone().requires_grad_() for t in (problem.x_TH, problem.weights_TK, problem.gate, problem.up, problem.down)]
+        poison()
+        out = mok.moe(leaves[0], problem.ids_TK, *leaves[1:], tuning=tuning)
+        poison()
+        out.backward(d_y)
+        got = {"out": out.detach(), **dict(zip(names, (leaf.grad for leaf in leaves), strict=True))}
+        if first is None:
+            first = got
+            assert_near(got, expected(problem, d_y))
+        equal(got, first, tuning)
+
+
+def test_a_token_does_not_depend_on_the_others():
+    problem = Problem(600, 512, 256, 6, 2, shared_width=256)
+    d_y = make_d_y(problem)
+    whole = Group(problem, d_y, 1).run()
+    some = slice(100, 350)
+    problem.x_TH, problem.ids_TK, problem.weights_TK = problem.x_TH[some], problem.ids_TK[some], problem.weights_TK[some]
+    got = Group(problem, d_y[some], 1).run()
+    for name in ("out", "d_x", "d_weights"):
+        assert torch.equal(got[name], whole[name][some]), name
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -124,7 +168,8 @@ def test_only_what_is_asked_for():
     for x, weights, experts in ((1, 0, 0), (0, 1, 0), (0, 0, 1)):
         needs = Needs(bool(x), bool(weights), bool(experts), bool(experts))
         got = Group(problem, d_y, 1, needs=needs).run()
-        names = {*["d_x"] * x, *["d_weights"] * weights, *["gate", "up", "down", "shared gate", "shared up", "shared down"] * experts}
+        names = {"out", *["d_x"] * x, *["d_weights"] * weights}
+        names |= {*["gate", "up", "down", "shared gate", "shared up", "shared down"] * experts}
         assert got.keys() == names
         equal(got, {n: whole[n] for n in names}, needs)
 
@@ -134,7 +179,7 @@ def test_sums_into_fp32_accumulators():
     problem.ids_TK[problem.ids_TK == 4] = 1
     d_y = make_d_y(problem)
     plain = Group(problem, d_y, 1).run()
-    mains = {n: torch.full(v.shape, 7.0, device=DEVICE) for n, v in plain.items() if n not in ("d_x", "d_weights")}
+    mains = {n: torch.full(v.shape, 7.0, device=DEVICE) for n, v in plain.items() if n not in ("out", "d_x", "d_weights")}
     group = Group(problem, d_y, 1, replace(SMALL), mains=mains)  # warms up without adding
     for _ in range(3):
         group.run()
@@ -143,17 +188,28 @@ def test_sums_into_fp32_accumulators():
     assert (mains["gate"][4] == 7).all() and (mains["down"][4] == 7).all()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_forward_and_backward_wait_for_nothing(ranks):
+    problem = Problem(1500, 1024, 512, 8, 4, shared_width=256)
+    group = Group(problem, make_d_y(problem), ranks, saved_rows=0)
+    group.run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for rank, stream in enumerate(group.streams):
+            with torch.cuda.stream(stream):
+                group.one_rank(rank)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    for workspace in group.workspaces:
+        workspace.check()
+
+
 def test_capture_and_replay_with_changing_routes():
     problem = Problem(1500, 1024, 512, 8, 4, shared_width=256)
     d_y = make_d_y(problem)
     group = Group(problem, d_y, 1, saved_rows=0)
     routes = [problem.ids_TK.clone(), torch.zeros_like(problem.ids_TK) + 3, torch.zeros_like(problem.ids_TK) - 1, problem.ids_TK.clone()]
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        group.one_rank(0)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -164,6 +220,7 @@ def test_capture_and_replay_with_changing_routes():
     for route in routes:
         problem.ids_TK = route
         group.inputs[0][1].copy_(route)
+        poison_workspace(group.workspaces[0])
         graph.replay()
         torch.cuda.synchronize()
         assert_near(group.named([out]), expected(problem, d_y))

@@ -1,4 +1,4 @@
-"""The forward on a GPU: against fp32, the promises about bits, extremes, capture, synchronization, failure."""
+"""The forward on a GPU: against fp64, the promises about bits, extremes, capture, synchronization, failure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import sys
 
 sys.path.insert(0, os.path.dirname(__file__))
 
-from virtual import DEVICE, Group, Problem, assert_close
+from virtual import DEVICE, Group, Problem, assert_close, poison_workspace
 
 from mok import schedule as host_schedule
 from mok.fabric import FabricError
@@ -56,7 +56,7 @@ SIZES = {  # tokens, hidden, width, experts, K, shared width
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_forward_near_fp32_and_equal_for_every_number_of_ranks(name):
+def test_forward_near_fp64_and_equal_for_every_number_of_ranks(name):
     tokens, hidden, width, experts, top_k, shared_width = SIZES[name]
     problem = Problem(tokens, hidden, width, experts, top_k, masked=0.1, shared_width=shared_width)
     expected, first = problem.expected(), None
@@ -67,22 +67,33 @@ def test_forward_near_fp32_and_equal_for_every_number_of_ranks(name):
         assert torch.equal(out, first), ranks
 
 
-def test_bits_do_not_depend_on_time_or_knobs():
-    problem = Problem(2500, 1024, 768, 12, 4, masked=0.05, shared_width=512)
+def many_rows() -> Problem:
+    return Problem(2500, 1024, 768, 12, 4, masked=0.05, shared_width=512)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_bits_do_not_depend_on_time(ranks):
+    problem = many_rows()
     first = Group(problem, 1).run()
     assert_close(first, problem.expected())
-    for ranks in (1, 2, 3, 4):
-        group = Group(problem, ranks, SMALL)
-        for repeat in range(25):
-            assert torch.equal(group.run(delay=True), first), (ranks, repeat)
-    for plan in (
-        ForwardPlan(minibatch_tiles=1, ring_tiles=2), ForwardPlan(minibatch_tiles=7, ring_tiles=21, parts=1), ForwardPlan(parts=8),
-        ForwardPlan(num_sms=1),
-        ForwardPlan(num_sms=7, minibatch_tiles=2, ring_tiles=4), ForwardPlan(num_stages=3), ForwardPlan(block_h=256),
-        ForwardPlan(block_n=64, num_warps=4, num_stages=3, programs_per_sm=2), ForwardPlan(block_k=128, num_stages=2),
-    ):  # fmt: skip
-        assert torch.equal(Group(problem, 1, plan).run(), first), plan
-        assert torch.equal(Group(problem, 2, plan).run(), first), plan
+    group = Group(problem, ranks, SMALL)
+    for repeat in range(100):
+        assert torch.equal(group.run(delay=True), first), repeat
+
+
+PLANS = [
+    dict(minibatch_tiles=1, ring_tiles=2), dict(minibatch_tiles=7, ring_tiles=21, parts=1), dict(parts=8), dict(num_sms=1),
+    dict(num_sms=7, minibatch_tiles=2, ring_tiles=4), dict(num_stages=3), dict(block_h=256),
+    dict(block_n=64, num_warps=4, num_stages=3, programs_per_sm=2), dict(block_k=128, num_stages=2), dict(half_tiles=False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", PLANS, ids=str)
+def test_bits_do_not_depend_on_knobs(changes):
+    problem = many_rows()
+    first = Group(problem, 1).run()
+    for ranks in (1, 2):
+        assert torch.equal(Group(problem, ranks, ForwardPlan(**changes)).run(), first), ranks
 
 
 def test_a_token_does_not_depend_on_the_others():
@@ -127,16 +138,28 @@ def test_gate_and_up_of_the_first_rows_are_saved():
     assert torch.allclose(saved.shared_up_TS.float(), problem.x_TH.float() @ problem.shared[1].float().T, atol=2e-2, rtol=1e-2)
 
 
-def test_no_synchronization_and_graph_replay_with_changing_routes():
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_schedule_and_forward_wait_for_nothing(ranks):
+    problem = Problem(1500, 1024, 512, 8, 4, shared_width=256)
+    group = Group(problem, ranks)
+    group.run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for rank, stream in enumerate(group.streams):
+            with torch.cuda.stream(stream):
+                group.one_rank(rank)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    for workspace in group.workspaces:
+        workspace.check()
+
+
+def test_graph_replay_with_changing_routes():
     problem = Problem(1500, 1024, 512, 8, 4, shared_width=256)
     group = Group(problem, 1)
     routes = [problem.ids_TK.clone(), torch.zeros_like(problem.ids_TK) + 3, torch.zeros_like(problem.ids_TK) - 1, problem.ids_TK.clone()]
     _, ids, _ = group.inputs[0]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        group.one_rank(0)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -147,6 +170,7 @@ def test_no_synchronization_and_graph_replay_with_changing_routes():
     for route in routes:
         problem.ids_TK = route
         ids.copy_(route)
+        poison_workspace(group.workspaces[0])
         graph.replay()
         torch.cuda.synchronize()
         assert_close(out, problem.expected())
@@ -162,6 +186,21 @@ def test_wrong_expert_id_is_reported_and_the_next_call_works():
     with pytest.raises(ValueError, match="slot 35 of rank 0 is 4"):
         group.run()
     ids[17, 1] = kept
+    assert torch.equal(group.run(), first)
+
+
+@pytest.mark.parametrize("wrong, said", [(4, 4), (-7, -7), (2**40, 2**31 - 1)])
+def test_wrong_expert_id_of_one_rank_is_reported_to_all(wrong, said):
+    problem = Problem(300, 256, 128, 4, 2)
+    group = Group(problem, 2)
+    first = group.run()
+    ids = group.inputs[1][1]
+    kept = ids[3, 0].clone()
+    ids[3, 0] = wrong
+    for workspace in group.workspaces:
+        with pytest.raises(ValueError, match=f"slot 6 of rank 1 is {said}: must be -1 or in 0..3"):
+            group.run() if workspace.memory.rank == 0 else workspace.check()
+    ids[3, 0] = kept
     assert torch.equal(group.run(), first)
 
 

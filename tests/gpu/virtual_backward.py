@@ -1,12 +1,14 @@
-"""Forward and backward on R virtual ranks of one GPU, and the same gradients in fp32."""
+"""Forward and backward on R virtual ranks of one GPU, and the same gradients in fp64."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
-from virtual import DEVICE, Problem
+from virtual import DEVICE, Problem, assert_close, deal, poison, poison_workspace
 
 from mok import schedule as host_schedule
 from mok.kernels import launch, launch_backward, memory
@@ -22,9 +24,9 @@ def make_d_y(problem: Problem, seed: int = 7) -> Tensor:
 
 
 def _swiglu_gradients(x, d_y, w, gate_w, up_w, down_w, clamp):
-    """fp32 gradients of w * expert(x): d_x, d_w, and of the three weights; gate, up, h and d_gate, d_up, w h rounded as the layer does."""
-    rounded = lambda t: t.bfloat16().float()  # noqa: E731
-    gate_w, up_w, down_w = gate_w.float(), up_w.float(), down_w.float()
+    """fp64 gradients of w * expert(x): d_x, d_w, and of the three weights; gate, up, h and d_gate, d_up, w h rounded as the layer does."""
+    rounded = lambda t: t.bfloat16().double()  # noqa: E731
+    gate_w, up_w, down_w = gate_w.double(), up_w.double(), down_w.double()
     gate, up = rounded(x @ gate_w.T), rounded(x @ up_w.T)
     g, u = (gate, up) if clamp is None else (gate.clamp(max=clamp), up.clamp(-clamp, clamp))
     s = torch.sigmoid(g)
@@ -40,26 +42,31 @@ def _swiglu_gradients(x, d_y, w, gate_w, up_w, down_w, clamp):
 
 
 def expected(problem: Problem, d_y: Tensor) -> dict[str, Tensor]:
-    p, x, dy = problem, problem.x_TH.float(), d_y.float()
-    d_x, d_weights = torch.zeros_like(x), torch.zeros(p.ids_TK.shape, device=DEVICE)
-    out = {name: torch.zeros(w.shape, device=DEVICE) for name, w in zip(NAMES, (p.gate, p.up, p.down), strict=True)}
+    """The output without any rounding, and the gradients."""
+    p, x, dy = problem, problem.x_TH.double(), d_y.double()
+    d_x, d_weights = torch.zeros_like(x), torch.zeros(p.ids_TK.shape, dtype=torch.float64, device=DEVICE)
+    out = {name: torch.zeros(w.shape, dtype=torch.float64, device=DEVICE) for name, w in zip(NAMES, (p.gate, p.up, p.down), strict=True)}
     if p.shared:
-        d_x, _, *shared = _swiglu_gradients(x, dy, torch.ones(len(x), device=DEVICE), *p.shared, p.shared_clamp)
+        d_x, _, *shared = _swiglu_gradients(x, dy, torch.ones_like(x[:, 0]), *p.shared, p.shared_clamp)
         out |= {f"shared {name}": grad for name, grad in zip(NAMES, shared, strict=True)}
     for e in range(p.experts):
         token, k = (p.ids_TK == e).nonzero(as_tuple=True)
         if len(token):
-            dx, dw, *grads = _swiglu_gradients(x[token], dy[token], p.weights_TK[token, k], p.gate[e], p.up[e], p.down[e], p.clamp)
+            dx, dw, *grads = _swiglu_gradients(x[token], dy[token], p.weights_TK[token, k].double(), p.gate[e], p.up[e], p.down[e], p.clamp)
             d_x.index_add_(0, token, dx)
             d_weights[token, k] = dw
             for name, grad in zip(NAMES, grads, strict=True):
                 out[name][e] = grad
-    return out | {"d_x": d_x, "d_weights": d_weights}
+    return out | {"out": p.expected(), "d_x": d_x, "d_weights": d_weights}
 
 
 def assert_near(got: dict[str, Tensor], want: dict[str, Tensor], limit: float = 8e-3) -> dict[str, float]:
+    """The relative error of everything, of every token and expert, and of the last 8 columns by themselves."""
     errors = {}
     for name, value in got.items():
+        if name == "out":
+            errors[name] = assert_close(value, want[name])
+            continue
         a, b = value.float(), want[name]
         assert torch.isfinite(a).all(), f"{name} is not finite"
         errors[name] = float((a - b).norm() / b.norm().clamp(min=1e-3))
@@ -72,21 +79,24 @@ def assert_near(got: dict[str, Tensor], want: dict[str, Tensor], limit: float = 
     return errors
 
 
+Results = tuple[Tensor, Gradients]
+"""What one rank computed: its output and gradients."""
+
+
 class Group:
     """R virtual ranks with uneven shares of the tokens; one process, one stream each, so that they really run at the same time."""
 
     def __init__(
         self, problem: Problem, d_y: Tensor, ranks: int, plan: BackwardPlan | None = None, needs: Needs | None = None,
         saved_rows: int = 1 << 20, mains: dict[str, Tensor] | None = None, timeout_s: float = 20.0,
+        forward_plan: ForwardPlan | None = None, cuts: list[int] | None = None,
     ) -> None:  # fmt: skip
         self.problem, self.ranks, self.needs, self.mains = problem, ranks, needs or Needs(), mains
         sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count // ranks
-        plan = plan or BackwardPlan()
-        self.plan = BackwardPlan(**{**vars(plan), "num_sms": plan.num_sms or sms})
-        self.forward_plan = ForwardPlan(num_sms=sms)
-        tokens = problem.x_TH.shape[0]
-        edges = [0, *[tokens * (2 * r - 1) // (2 * ranks - 1) for r in range(1, ranks)], tokens]
-        self.parts = [slice(a, b) for a, b in itertools.pairwise(edges)]
+        plan, forward_plan = plan or BackwardPlan(), forward_plan or ForwardPlan()
+        self.plan = replace(plan, num_sms=plan.num_sms or sms)
+        self.forward_plan = replace(forward_plan, num_sms=forward_plan.num_sms or sms)
+        self.parts = [slice(a, b) for a, b in itertools.pairwise(cuts or deal(problem.x_TH.shape[0], ranks))]
         most = max(p.stop - p.start for p in self.parts)
         self.saved_rows = min(saved_rows, ranks * most * problem.top_k + 128 * problem.experts)
         layout = memory.backward_regions(most, problem.hidden, problem.experts, problem.top_k, ranks)
@@ -99,31 +109,33 @@ class Group:
         ]  # fmt: skip
         self.warm()
 
-    def one_rank(self, rank: int, before=None) -> Gradients:
+    def one_rank(self, rank: int, before: Callable[[], None] = lambda: None) -> Results:
         p, workspace = self.problem, self.workspaces[rank]
         local = host_schedule.local_experts(p.experts, self.ranks, rank)
         mine = slice(local.start, local.stop)
         x, ids, weights, d_y = self.inputs[rank]
         experts = (p.gate[mine], p.up[mine], p.down[mine])
+        before()
         rows = launch.schedule(workspace, ids, p.experts)
-        _, saved = launch.forward(
+        before()
+        out, saved = launch.forward(
             workspace, rows, ids, weights, x, *experts, p.experts, shared=p.shared, clamp=p.clamp, shared_clamp=p.shared_clamp, save=True,
             saved_rows=self.saved_rows, plan=self.forward_plan,
         )  # fmt: skip
-        if before:
-            before()
+        before()
         mains = None
         if self.mains is not None:
             sums = {name: m.clone() if workspace.warming else m for name, m in self.mains.items()}
             mains = [tuple(sums[prefix + name] for name in NAMES) for prefix in ("", "shared ")]
-        return launch_backward.backward(
+        gradients = launch_backward.backward(
             workspace, rows, saved, ids, d_y, x, weights, *experts, p.experts, needs=self.needs, plan=self.plan, shared=p.shared,
             clamp=p.clamp, shared_clamp=p.shared_clamp, main_grads=mains and tuple(m[mine] for m in mains[0]),
             shared_main_grads=mains and mains[1],
         )  # fmt: skip
+        return out, gradients
 
     def warm(self) -> None:
-        """Load every module before anything spins; then poison what the next call must write."""
+        """Load every module before anything spins."""
         for rank, workspace in enumerate(self.workspaces):
             workspace.warming = True
             self.one_rank(rank)
@@ -131,34 +143,33 @@ class Group:
             torch.cuda.synchronize()
             workspace.memory.clear_failure()
             workspace.warming = False
-        for workspace in self.workspaces:
-            for name in ("combine", "x", "d_y", "weights", "d_weights"):
-                workspace.memory.own[name].fill_(float("nan"))
-            for buffer in workspace.scratch.values():
-                if buffer.is_floating_point():
-                    buffer.fill_(float("nan"))
-        torch.cuda.synchronize()
 
-    def named(self, results: list[Gradients]) -> dict[str, Tensor]:
-        join = lambda values: torch.cat([v for v in values])  # noqa: E731
-        out = {}
-        if results[0].d_x_TH is not None:
-            out["d_x"] = join([r.d_x_TH for r in results])
-        if results[0].d_weights_TK is not None:
-            out["d_weights"] = join([r.d_weights_TK for r in results])
+    def named(self, results: list[Results]) -> dict[str, Tensor]:
+        """Output and gradients of all tokens and experts; those of the shared experts are the sum of the ranks' shares."""
+        outs, gradients = zip(*results, strict=True)
+        first = gradients[0]
+        named = {"out": torch.cat(outs)}
+        if first.d_x_TH is not None:
+            named["d_x"] = torch.cat([r.d_x_TH for r in gradients])
+        if first.d_weights_TK is not None:
+            named["d_weights"] = torch.cat([r.d_weights_TK for r in gradients])
         for i, name in enumerate(NAMES):
-            if results[0].experts is not None:
-                out[name] = join([r.experts[i] for r in results])
-            if results[0].shared is not None:
-                out[f"shared {name}"] = sum(r.shared[i].float() for r in results) if self.ranks > 1 else results[0].shared[i]
-        return out
+            if first.experts is not None:
+                named[name] = torch.cat([r.experts[i] for r in gradients])
+            if first.shared is not None:
+                named[f"shared {name}"] = first.shared[i] if self.ranks == 1 else sum(r.shared[i].float() for r in gradients)
+        return named
 
     def run(self, delay: bool = False) -> dict[str, Tensor]:
-        """The gradients of all tokens and experts; with delay every rank sleeps a random time before its backward."""
-        before = (lambda: torch.cuda._sleep(int(torch.randint(1, 4_000_000, (1,))))) if delay else None
+        """On poisoned memory; with delay every rank sleeps a random time before its schedule, forward and backward."""
+        for workspace, stream in zip(self.workspaces, self.streams, strict=True):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                poison_workspace(workspace)
+                poison()
+        before = (lambda: torch.cuda._sleep(int(torch.randint(1, 4_000_000, (1,))))) if delay else lambda: None
         results = []
         for rank, stream in enumerate(self.streams):
-            stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 results.append(self.one_rank(rank, before))
         torch.cuda.synchronize()
