@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
+import json
 import os
 import sys
 from pathlib import Path
@@ -135,6 +137,27 @@ def train(
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     raise typer.Exit(code)
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+
+@app.command()
+def doctor(
+    as_json: AsJson = False,
+    quick: Annotated[bool, typer.Option(help="Skip what takes seconds: copies and processes on several GPUs.")] = False,
+) -> None:
+    """Say what will and will not work on this machine. Exit code 1 if something it has cannot be used."""
+    from mok import doctor as checks
+    from mok.bench import report
+
+    facts = checks.collect(measure=not quick)
+    findings = checks.judge(facts)
+    if as_json:
+        print(json.dumps(dict(facts=dataclasses.asdict(facts), findings=[dataclasses.asdict(finding) for finding in findings]), indent=1))
+    else:
+        report.print_table("", [{"": finding.state, "of": finding.name, "here": finding.text} for finding in findings])
+    raise typer.Exit(int(any(finding.state == "fails" for finding in findings)))
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import json
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,3 +63,16 @@ def write(path: str | Path, rows: Sequence[dict[str, Any]], of_commit: str = "")
 
 def headline() -> str:
     return f"{machine()}, torch {torch.__version__}, triton {version('triton') or 'none'}"
+
+
+def print_table(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Rows with the same keys, which head the columns; numbers stand right."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    for name, value in rows[0].items() if rows else ():
+        table.add_column(name, justify="right" if isinstance(value, int | float) else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*("" if value is None else f"{value:g}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console(width=None if sys.stdout.isatty() else 180, highlight=False, markup=False).print(table)
