@@ -23,12 +23,16 @@ _workspaces: dict[tuple[str, torch.device, int, int, int], Workspace] = {}
 _groups: dict[str, weakref.ref[dist.ProcessGroup]] = {}
 
 
-def _forget_namesakes(group: dist.ProcessGroup) -> None:
-    """After destroy_process_group a name is given again, and the memory under it belongs to ranks that may not be these."""
+def _meet(group: dist.ProcessGroup) -> None:
+    """At the first sight of a group forget the memory of groups that are gone: their names are given again after destroy_process_group."""
     name = group.group_name
-    if name in _groups and _groups[name]() is not group:
-        for key in [key for key in _workspaces if key[0] == name]:
-            del _workspaces[key]
+    if name in _groups and _groups[name]() is group:
+        return
+    gone = {known for known, reference in _groups.items() if known == name or reference() is None}
+    for key in [key for key in _workspaces if key[0] in gone]:
+        del _workspaces[key]
+    for known in gone:
+        del _groups[known]
     _groups[name] = weakref.ref(group)
 
 
@@ -43,7 +47,7 @@ def workspace_for(
         RuntimeError: a first use, or one with more tokens, while compiling.
     """
     if group is not None and not torch.compiler.is_compiling():
-        _forget_namesakes(group)
+        _meet(group)
     key = ("" if group is None else group.group_name, device, hidden, top_k, num_experts)
     found = _workspaces.get(key)
     if found is not None and tokens <= found.max_tokens:
