@@ -159,3 +159,24 @@ def run_steps(group: dist.ProcessGroup | None, plan: Plan) -> list[dict[str, Ten
         found = {"out": out.detach(), **b.gradients()}
         results.append({name: None if t is None else t.cpu() for name, t in found.items()})
     return results
+
+
+def step_of_layer(layer: mok.MoE, x: Tensor, ids: Tensor | None = None, run: Callable[..., Tensor] | None = None) -> dict[str, Tensor]:
+    """Output, all gradients and the counts of one training step; given ids go to the experts directly, without the router.
+
+    run(function, *arguments) calls the layer, in a checkpoint for instance.
+    """
+    layer.zero_grad()
+    leaf = x.clone().requires_grad_()
+    function, arguments = (layer, (leaf,)) if ids is None else (layer.routed, (leaf, ids, torch.full(ids.shape, 0.5, device=ids.device)))
+    out = function(*arguments) if run is None else run(function, *arguments)
+    (out * out.detach()).sum().backward()
+    gradients = {name: p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for name, p in layer.named_parameters()}
+    found = {name: g.clone() for name, g in gradients.items() if g is not None}
+    return {"out": out.detach(), "d_x": leaf.grad, "counts": layer.tokens_per_expert.clone(), **found}
+
+
+def build(group: dist.ProcessGroup | None = None, seed: int = 0, experts: int = EXPERTS) -> mok.MoE:
+    torch.manual_seed(seed)
+    config = mok.MoEConfig(hidden_size=HIDDEN, intermediate_size=WIDTH, num_experts=experts, top_k=2)
+    return mok.MoE(config, group, tuning=TUNING, dtype=torch.bfloat16, device=virtual.DEVICE)
