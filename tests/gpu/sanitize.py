@@ -1,19 +1,57 @@
-"""A small forward for a memory checker: compute-sanitizer --tool memcheck|racecheck python tests/gpu/sanitize.py"""
+"""Two small forwards and backwards of one rank for a memory checker:
+
+    python tests/gpu/sanitize.py RESULTS
+    compute-sanitizer --tool memcheck|racecheck python tests/gpu/sanitize.py RESULTS
+
+The first compiles the kernels, compares with fp64 and saves what they gave; the second must give the same bits. Without RESULTS nothing is
+saved. PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives every tensor an allocation of its own, whose bounds are then watched.
+"""
 
 # ruff: noqa: E402
+
 from __future__ import annotations
 
 import os
 import sys
 
-sys.path[:0] = [os.path.dirname(os.path.abspath(__file__)), os.getcwd()]
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:0] = [HERE, os.path.dirname(HERE), os.path.dirname(os.path.dirname(HERE))]
 
 import torch
-from virtual import Group, Problem, assert_close
+from virtual import Problem
+from virtual_backward import Group, assert_near, expected, make_d_y
 
 from mok.kernels.launch import ForwardPlan
+from mok.kernels.launch_backward import BackwardPlan
 
-problem = Problem(150, 256, 136, 4, 2, masked=0.2, shared_width=96)
-group = Group(problem, 1, ForwardPlan(num_sms=6, minibatch_tiles=1, ring_tiles=2))
-print("relative error", assert_close(group.run(), problem.expected()))
-torch.cuda.synchronize()
+PLANS = dict(plan=BackwardPlan(num_sms=6, ring_tiles=2), forward_plan=ForwardPlan(num_sms=6, minibatch_tiles=1, ring_tiles=2))
+SAVED_ROWS = 128  # the others are recomputed
+
+
+def run(problem: Problem, d_y: torch.Tensor) -> dict[str, torch.Tensor]:
+    return Group(problem, d_y, 1, saved_rows=SAVED_ROWS, **PLANS).run()
+
+
+def main(results: str | None) -> None:
+    """Widths that no tile divides with a shared expert and clamps, then widths of whole tiles; each expert has more rows than the ring."""
+    problems = [
+        Problem(300, 272, 144, 2, 2, masked=0.2, shared_width=96, clamp=8.0, shared_clamp=6.0),
+        Problem(300, 256, 128, 2, 2, masked=0.2),
+    ]
+    saved = results is not None and os.path.exists(results)
+    known = torch.load(results) if saved else []
+    for i, problem in enumerate(problems):
+        d_y = make_d_y(problem)
+        got = {name: value.cpu() for name, value in run(problem, d_y).items()}
+        if saved:
+            assert all(torch.equal(value, known[i][name]) for name, value in got.items())
+        else:
+            assert_near(got, {name: value.cpu() for name, value in expected(problem, d_y).items()})
+            known.append(got)
+    if results is not None and not saved:
+        torch.save(known, results)
+    print("the same bits" if saved else "near fp64", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else None)
