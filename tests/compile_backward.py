@@ -24,7 +24,7 @@ from mok.kernels.backward import backward_kernel
 from mok.kernels.groups import list_kernel, plan_kernel
 from mok.kernels.launch_backward import OF_SHARED, BackwardPlan, Needs, count_tasks
 
-PLAN = BackwardPlan()
+PLAN = BackwardPlan(run=1)
 INT32 = {
     "peer_rank_ptr", "peer_token_idx_ptr", "expert_tile_ptr", "table_ptr", "list_ptr", "signals_ptr", "trace_ptr",
     "tokens_per_expert_ptr", "tile_expert_ptr", "routes_per_expert_ptr",

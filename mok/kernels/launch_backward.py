@@ -6,6 +6,7 @@ S width of the shared experts, C rows whose gate and up were saved.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -37,7 +38,7 @@ class BackwardPlan:
     ring_tiles: tiles of 128 rows in the rings.
     group_tiles: a group of experts is closed when it has this many tiles; 0 means four waves of tiles per phase.
     parts: pull tasks per tile.
-    run: tiles of a weight's gradient that one task makes in a row.
+    run: tiles of a weight's gradient that one task makes in a row; 0 means 4 for at most 1,024 rows per expert, else 1.
     half_tiles: multiply only the first half of a tile whose other half is padding. Weights' gradients read rows in steps of block_k, which
         must not reach into the half that is not written.
     trace: write timestamps of every task.
@@ -48,7 +49,7 @@ class BackwardPlan:
     ring_tiles: int = 256
     group_tiles: int = 0
     parts: int = 4
-    run: int = 1
+    run: int = 0
     block_m: int = TILE_M
     block_n: int = 256
     block_k: int = 64
@@ -177,6 +178,8 @@ def prepare(
 ) -> Call:
     """shared_d_y_TH: the gradient of the shared experts' output where it is not dY. main_grads: fp32, shaped like the weights, added to."""
     plan, needs = plan or BackwardPlan(), needs or Needs()
+    if not plan.run:
+        plan = dataclasses.replace(plan, run=4 if x_TH.shape[0] * workspace.top_k <= 1024 * gate_LIH.shape[0] else 1)
     memory, tokens, hidden, width = workspace.memory, x_TH.shape[0], workspace.hidden, gate_LIH.shape[1]
     m, n, k, s = plan.block_m, plan.block_n, plan.block_k, plan.slice
     half_tiles = plan.half_tiles and k <= m // 2
