@@ -277,7 +277,6 @@ def kernel_arguments(
     ups, downs, shared_ups = triton.cdiv(width, n), triton.cdiv(hidden, 2 * n), triton.cdiv(shared_width, n)
     most = max_tickets(tiles, shared_tiles, plan.minibatch_tiles, plan.parts, ups, downs, shared_ups)
     tasks = workspace.take("tasks", (2 + most,), torch.int64)
-    few = m // 2 if plan.half_tiles else m
     args: dict[str, object] = dict(
         x_ptr=x_TH, x_ptrs=memory.addresses["x"], combine_ptr=memory.own["combine"], combine_ptrs=memory.addresses["combine"],
         control_ptrs=memory.addresses["control"],
@@ -285,9 +284,9 @@ def kernel_arguments(
         ring_ptr=x_ring, ring_x_desc=_rows(x_ring, m, k), ring_h_desc=_rows(h_ring, m, k), store_h_desc=_rows(h_ring, m, n),
         gate_up_desc=gate_up, down_desc=_next_rows(down_LHI, n, k),
         save_gate_desc=_rows(saved.gate_CI if saved else h_ring, m, n), save_up_desc=_rows(saved.up_CI if saved else h_ring, m, n),
-        half_x_desc=_rows(x_ring, few, k), half_h_desc=_rows(h_ring, few, k), store_half_h_desc=_rows(h_ring, few, n),
-        save_half_gate_desc=_rows(saved.gate_CI if saved else h_ring, few, n),
-        save_half_up_desc=_rows(saved.up_CI if saved else h_ring, few, n),
+        half_x_desc=_rows(x_ring, m // 2, k), half_h_desc=_rows(h_ring, m // 2, k), store_half_h_desc=_rows(h_ring, m // 2, n),
+        save_half_gate_desc=_rows(saved.gate_CI if saved else h_ring, m // 2, n),
+        save_half_up_desc=_rows(saved.up_CI if saved else h_ring, m // 2, n),
         shared_x_desc=_rows(x_TH, m, k), shared_h_desc=_rows(shared_h, m, k), store_shared_h_desc=_rows(shared_h, m, n),
         shared_gate_up_desc=shared_gate_up, shared_down_desc=_next_rows(shared_down, n, k),
         save_shared_gate_desc=_rows(saved.shared_gate_TS if saved else h_ring, m, n),
