@@ -1,9 +1,8 @@
 """The layer on a CPU: runs a Schedule tile by tile in PyTorch; the CPU path and the kernels' twin.
 
-Every product is made in tiles of full height (128 rows) by one thread, because a CPU's matrix product gives a row the same bits wherever it
-stands in a tile and whatever the other rows hold, but not at another height nor with another number of threads. Sums over rows (weight
-gradients) go tile by tile, in order, into one accumulator that lives on when a minibatch ends. So no knob, no number of ranks and no other
-token of the batch can move a bit.
+Every product of rows is made in tiles of full height (128 rows) by one thread, in sizes at which a row gets the same bits wherever it
+stands in a tile and whatever the other rows hold (`row_product`). Sums over rows (weight gradients) go tile by tile, in order, into one
+accumulator that lives on when a minibatch ends. So no knob, no number of ranks and no other token of the batch can move a bit.
 
 Values are fp32 (fp64 for fp64 inputs), rounded to the dtype of x where `reference.py` rounds; in backward d_gate, d_up, w * h and each
 slot's d_x are rounded too, as they pass through memory, and weight gradients once at the end. With a `Recipe` the operands of products
@@ -15,10 +14,12 @@ Legend: T tokens of a rank, H hidden, I intermediate, L experts of this rank, K 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mok.config import TILE_M, Tuning
@@ -42,6 +43,59 @@ def exact() -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(threads)
+
+
+# ---- the product of a tile's rows ----
+
+UNIT = 16
+"""Rows and columns of a weight are padded with zeros to multiples of it. At odd sizes, and at sizes of a few vectors, a library's product
+adds up a row in another order at the end of a tile than in its middle, or by the address of the row."""
+
+ALIGNMENT = 64
+"""Bytes. Vendors promise equal bits for equal products only at addresses that are multiples of it."""
+
+
+def row_product(rows: Tensor, weight: Tensor, *, transposed: bool = False) -> Tensor:
+    """rows [128, K] times weight [K, N], or times the transpose of weight [N, K]: contiguous [128, N]. Needs `exact`.
+
+    A row's bits depend on the row and the weight alone. No library promises that, so the first product of each size is preceded by a trial
+    of it (`_rows_alike`); where that fails, the product is made by `product_in_steps`.
+    """
+    columns = weight.shape[0 if transposed else 1]
+    rows, weight = _padded(rows), _padded(weight)
+    factor = weight.T if transposed else weight
+    multiply = torch.matmul if _rows_alike(weight.dtype, weight.shape[0], weight.shape[1], transposed) else product_in_steps
+    return multiply(rows, factor)[:, :columns].contiguous()
+
+
+def product_in_steps(rows: Tensor, factor: Tensor) -> Tensor:
+    """rows [M, K] times factor [K, N] by K elementwise multiplications and additions, which round alike at every place of a tensor."""
+    total = rows.new_zeros(rows.shape[0], factor.shape[1])
+    for column, row in zip(rows.T.contiguous(), factor.contiguous(), strict=True):
+        total += column[:, None] * row
+    return total
+
+
+@functools.cache
+def _rows_alike(dtype: torch.dtype, height: int, width: int, transposed: bool) -> bool:
+    """Whether 128 equal rows have equal products with a weight [height, width]."""
+    g = torch.Generator().manual_seed(0)
+    weight = torch.randn(height, width, generator=g, dtype=dtype)
+    factor = weight.T if transposed else weight
+    product = torch.matmul(torch.randn(factor.shape[0], generator=g, dtype=dtype).repeat(TILE_M, 1), factor)
+    return torch.equal(product, product[:1].expand_as(product))
+
+
+def _padded(matrix: Tensor) -> Tensor:
+    """A contiguous matrix with zeros up to multiples of `UNIT`, aligned."""
+    below, right = (-n % UNIT for n in matrix.shape)
+    return F.pad(matrix, (0, right, 0, below)) if below or right else _aligned(matrix)
+
+
+def _aligned(matrix: Tensor) -> Tensor:
+    """Contiguous, from an address that is a multiple of `ALIGNMENT` on, as all that PyTorch allocates."""
+    matrix = matrix.contiguous()
+    return matrix if matrix.data_ptr() % ALIGNMENT == 0 else matrix.clone()
 
 
 # ---- the arithmetic of one tile ----
@@ -84,7 +138,7 @@ class Expert:
 
     def gate_up(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """gate, up of one tile of wide rows, rounded."""
-        return (x @ self.gate.T).to(dtype), (x @ self.up.T).to(dtype)
+        return row_product(x, self.gate, transposed=True).to(dtype), row_product(x, self.up, transposed=True).to(dtype)
 
 
 @dataclass
@@ -110,10 +164,10 @@ def _tiles(rows: int) -> range:
 
 
 def _full_tile(x_NH: Tensor, start: int, dtype: torch.dtype) -> Tensor:
-    """Rows start..start + 128 of x, wide and contiguous, zeros past the end."""
+    """Rows start..start + 128 of x, wide, contiguous and aligned, zeros past the end."""
     tile = x_NH[start : start + TILE_M].to(dtype)
     if tile.shape[0] == TILE_M:
-        return tile.contiguous()
+        return _aligned(tile)
     return torch.cat([tile, tile.new_zeros(TILE_M - tile.shape[0], tile.shape[1])])
 
 
@@ -129,7 +183,7 @@ def row_linear(x_NH: Tensor, weight_OH: Tensor) -> Tensor:
         weight = weight_OH.to(wide).contiguous()
         for start in _tiles(x_NH.shape[0]):
             rows = out[start : start + TILE_M]
-            rows.copy_((_full_tile(x_NH, start, wide) @ weight.T)[: rows.shape[0]])
+            rows.copy_(row_product(_full_tile(x_NH, start, wide), weight, transposed=True)[: rows.shape[0]])
     return out
 
 
@@ -143,7 +197,7 @@ def _row_linear_backward(d_out: Tensor, x_NH: Tensor, weight_OH: Tensor) -> tupl
         for start in _tiles(x_NH.shape[0]):
             d_tile = _full_tile(d_out, start, wide)
             rows = d_x[start : start + TILE_M]
-            rows.copy_((d_tile @ weight)[: rows.shape[0]])
+            rows.copy_(row_product(d_tile, weight)[: rows.shape[0]])
             d_weight.addmm_(d_tile.T, _full_tile(x_NH, start, wide))
         return d_x, d_weight.to(weight_OH.dtype)
 
@@ -162,7 +216,7 @@ def row_swiglu(x_NH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, cl
             gate, up = expert.gate_up(_full_tile(x_NH, start, wide), dtype)
             hidden = swiglu(gate.to(wide), up.to(wide), clamp).to(dtype).to(wide)
             rows = out[start : start + TILE_M]
-            rows.copy_((hidden @ expert.down.T).to(dtype)[: rows.shape[0]])
+            rows.copy_(row_product(hidden, expert.down, transposed=True).to(dtype)[: rows.shape[0]])
     return out
 
 
@@ -180,10 +234,10 @@ def row_swiglu_gradients(
             d_y = _full_tile(d_out.to(dtype), start, wide)
             gate, up = (t.to(wide) for t in expert.gate_up(x, dtype))
             hidden = swiglu(gate, up, clamp).to(dtype).to(wide)
-            d_gate, d_up = (t.to(dtype).to(wide) for t in swiglu_backward(gate, up, d_y @ expert.down, clamp))
+            d_gate, d_up = (t.to(dtype).to(wide) for t in swiglu_backward(gate, up, row_product(d_y, expert.down), clamp))
             gradient.add_tile(x, d_y, d_gate, d_up, hidden)
             rows = d_x[start : start + TILE_M]
-            rows.copy_((d_gate @ expert.gate + d_up @ expert.up)[: rows.shape[0]])
+            rows.copy_((row_product(d_gate, expert.gate) + row_product(d_up, expert.up))[: rows.shape[0]])
     return d_x, gradient
 
 
@@ -423,7 +477,7 @@ def forward(
                 if row < saved:
                     gate_CI[tile], up_CI[tile] = gate, up
                 hidden = swiglu(gate.to(wide), up.to(wide), clamp).to(dtype).to(wide)
-                ring.slots("y", tile)[:] = recipe.rows(hidden) @ expert.down.T
+                ring.slots("y", tile)[:] = row_product(recipe.rows(hidden), expert.down, transposed=True)
         push(call, schedule, "y", rows, y)
     call.signal("pushed")
     for peer in range(call.size):
@@ -528,7 +582,7 @@ def backward(
                 gate, up = (gate_CI[tile], up_CI[tile]) if row < saved else expert.gate_up(x, dtype)
                 gate, up = gate.to(wide), up.to(wide)
                 hidden = swiglu(gate, up, clamp).to(dtype).to(wide)
-                d_hidden = d_y @ transposed.down
+                d_hidden = row_product(d_y, transposed.down)
                 if needs.weights:
                     ring.slots("d_weights", tile)[:] = (d_hidden * hidden).sum(1, keepdim=True)
                 if needs.experts or needs.x:
@@ -537,7 +591,8 @@ def backward(
                     weighted = (hidden * w).to(dtype).to(wide)
                     gradient.add_tile(*(recipe.columns(operand) for operand in (x, d_y, d_gate, d_up, weighted)))
                 if needs.x:
-                    ring.slots("d_x", tile)[:] = recipe.rows(d_gate) @ transposed.gate + recipe.rows(d_up) @ transposed.up
+                    from_gate, from_up = row_product(recipe.rows(d_gate), transposed.gate), row_product(recipe.rows(d_up), transposed.up)
+                    ring.slots("d_x", tile)[:] = from_gate + from_up
         if needs.x:
             push(call, schedule, "d_x", rows, ring.slots("d_x", rows))
         if needs.weights:

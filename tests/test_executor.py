@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layers import TOLERANCE, Batch, assert_close, expected, step
+from layers import TOLERANCE, Batch, assert_close, assert_equal, expected, step
 from torch import nn
 
 import mok
 from mok import MoEConfig, Tuning, reference
 from mok.config import PRESETS
-from mok.executor import row_linear, row_swiglu, swiglu, swiglu_backward
+from mok.executor import exact, product_in_steps, row_linear, row_product, row_swiglu, swiglu, swiglu_backward
 
 VARIANTS = {
     "softmax": dict(score="softmax"),
@@ -146,3 +146,45 @@ def test_one_expert_larger_than_the_ring(minibatch, macrobatch):
     batch = Batch.random(tokens=1000, hidden=32, width=16, experts=2, top_k=1, dtype=torch.float64)
     batch.ids[:] = 1
     assert_close(step(None, batch, Tuning(minibatch=minibatch, macrobatch=macrobatch)), expected(batch), 1e-10)
+
+
+# ---- products of rows ----
+
+SIZES = (1, 2, 5, 7, 8, 15, 16, 31, 33, 48, 65, 100, 176, 256)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_rows_product_depends_on_neither_place_nor_address(dtype, transposed):
+    def one_element_on(matrix):
+        return torch.empty(matrix.numel() + 1, dtype=dtype)[1:].view(matrix.shape).copy_(matrix)
+
+    for inner in SIZES:
+        for outer in SIZES:
+            rows, weight = torch.randn(128, inner, dtype=dtype), torch.randn((outer, inner) if transposed else (inner, outer), dtype=dtype)
+            order = torch.randperm(128)
+            with exact():
+                product = row_product(rows, weight, transposed=transposed)
+                moved = row_product(rows[order], weight, transposed=transposed)
+                shifted = row_product(one_element_on(rows), one_element_on(weight), transposed=transposed)
+            assert_equal({"moved": moved, "shifted": shifted}, {"moved": product[order], "shifted": product})
+            want = rows.double() @ (weight.T if transposed else weight).double()
+            assert_close({"product": product}, {"product": want}, TOLERANCE[dtype])
+
+
+def test_padding_with_zeros_keeps_inf_and_nan_where_they_are():
+    rows, weight = torch.randn(128, 5), torch.randn(3, 5)
+    rows[7, 2], weight[1, 4] = float("nan"), float("inf")
+    with exact():
+        product = row_product(rows, weight, transposed=True)
+    want = torch.ones(128, 3, dtype=torch.bool)
+    want[7], want[:, 1] = False, False
+    assert torch.equal(product.isfinite(), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_product_in_steps(dtype):
+    rows, factor = torch.randn(128, 33, dtype=dtype), torch.randn(7, 33, dtype=dtype).T
+    product, order = product_in_steps(rows, factor), torch.randperm(128)
+    assert_close({"product": product}, {"product": rows.double() @ factor.double()}, TOLERANCE[dtype])
+    assert_equal({"moved": product_in_steps(rows[order], factor)}, {"moved": product[order]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 
@@ -11,7 +12,7 @@ from layers import NAMES, Batch, assert_equal, step, whole
 from ranks import KINDS, run_ranks
 
 import mok
-from mok import Tuning
+from mok import Tuning, executor
 from mok.fabric import host_fabric
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -70,9 +71,7 @@ def test_threads_move_no_bit():
     assert_equal(results[1], results[0])
 
 
-@pytest.mark.parametrize("hidden, width", [(64, 48), (72, 40), (33, 7), (1024, 256)])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_tokens_output_depends_on_the_token_alone(hidden, width, dtype):
+def check_that_a_tokens_output_depends_on_the_token_alone(hidden, width, dtype):  # type: ignore[no-untyped-def]
     config = mok.MoEConfig(
         hidden_size=hidden, intermediate_size=width, num_experts=6, top_k=2, score="sigmoid", num_shared_experts=1, shared_gate=True
     )
@@ -86,6 +85,23 @@ def test_a_tokens_output_depends_on_the_token_alone(hidden, width, dtype):
         again = layer(few)
         again.backward(d_out[rows])
         assert_equal({"out": again.detach(), "d_x": few.grad}, {"out": out.detach()[rows], "d_x": x.grad[rows]})
+
+
+@pytest.mark.parametrize("hidden, width", [(64, 48), (72, 40), (33, 7), (65, 17), (1024, 256)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tokens_output_depends_on_the_token_alone(hidden, width, dtype):
+    check_that_a_tokens_output_depends_on_the_token_alone(hidden, width, dtype)
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_library_that_adds_up_the_last_rows_in_another_order(monkeypatch, noticed):
+    def product(rows, factor, multiply=torch.matmul):  # type: ignore[no-untyped-def]
+        return torch.cat([multiply(rows[:-8], factor), multiply(rows[-8:].flip(1), factor.flip(0))])
+
+    monkeypatch.setattr(torch, "matmul", product)
+    monkeypatch.setattr(executor, "_rows_alike", executor._rows_alike.__wrapped__ if noticed else lambda *_: True)
+    with contextlib.nullcontext() if noticed else pytest.raises(AssertionError, match="elements differ"):
+        check_that_a_tokens_output_depends_on_the_token_alone(64, 48, torch.float32)
 
 
 def test_a_moved_bit_would_be_seen():
