@@ -160,6 +160,18 @@ def doctor(
     raise typer.Exit(int(any(finding.state == "fails" for finding in findings)))
 
 
+# These read their own options: their ranks are processes that are started with the same ones.
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@app.command(context_settings=PASS_ON)
+def trace(context: typer.Context) -> None:
+    """Show what every multiprocessor did when, during a forward and a backward. `mok trace --help` lists the options."""
+    from mok import trace as timelines
+
+    raise typer.Exit(timelines.main(context.args))
+
+
 def main() -> None:
     app()
 

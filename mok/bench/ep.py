@@ -16,148 +16,34 @@ Legend: T tokens of a rank, H hidden, I intermediate, E experts of all ranks, K 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import mok
 from mok.bench import checks, ranks, report
 from mok.bench.baselines import ExchangedLayer, dense_products
-from mok.bench.checks import Experts
+from mok.bench.layers import NAMES, Batch, Changes, Turns, layer_class, make_batch, make_experts
+from mok.bench.shapes import SEVERAL_GPUS as SHAPES
+from mok.bench.shapes import TINY, Shape
 from mok.bench.timing import medians
 from mok.schedule import local_experts
 
-
-class Shape(NamedTuple):
-    T: int
-    H: int
-    I: int  # noqa: E741
-    E: int
-    K: int
-
-
-SHAPES = {
-    "qwen3-30b": Shape(8192, 2048, 768, 128, 8),
-    "mixtral-8x7b": Shape(8192, 4096, 14336, 8, 2),
-    "kimi-k2-slice": Shape(2048, 7168, 2048, 12, 8),
-    "kimi-k2-ep8": Shape(8192, 7168, 2048, 96, 8),
-    "v4-flash": Shape(8192, 4096, 2048, 64, 6),
-}
-TINY = {"tiny": Shape(96, 32, 48, 8, 2)}
 DIRECTIONS = ("fwd", "bwd")
-NAMES = ("d_x", "d_weights", "d_gate", "d_up", "d_down")
 INPUT_SETS = 2
-
-
-class Batch(NamedTuple):
-    x_TH: Tensor
-    ids_TK: Tensor
-    weights_TK: Tensor
-    d_y_TH: Tensor
-
-
-def make_batch(shape: Shape, rank: int, turn: int, device: torch.device) -> Batch:
-    """The tokens of a rank, which every rank can make."""
-    g = torch.Generator(device).manual_seed(1000 * turn + rank)
-    normal = lambda *size: torch.randn(*size, generator=g, device=device)  # noqa: E731
-    scores, ids = normal(shape.T, shape.E).topk(shape.K)
-    return Batch(normal(shape.T, shape.H).bfloat16(), ids, scores.softmax(-1), normal(shape.T, shape.H).bfloat16())
-
-
-def make_experts(shape: Shape, device: torch.device) -> Experts:
-    """All experts, the same on every rank."""
-    g = torch.Generator(device).manual_seed(17)
-    normal = lambda *size: torch.randn(*size, generator=g, device=device).mul_(size[-1] ** -0.5).bfloat16()  # noqa: E731
-    return normal(shape.E, shape.I, shape.H), normal(shape.E, shape.I, shape.H), normal(shape.E, shape.H, shape.I)
-
-
-class GpuLayer:
-    """This rank's part of a layer over a group, or, without one, a layer of this rank alone."""
-
-    step_for_backward = False
-
-    def __init__(self, tokens: int, num_experts: int, top_k: int, experts: Experts, group: dist.ProcessGroup | None, saved: float) -> None:
-        from mok.kernels import memory
-        from mok.kernels.launch import Workspace
-
-        hidden, device = experts[0].shape[2], experts[0].device
-        size = 1 if group is None else dist.get_world_size(group)
-        layout = memory.backward_regions(tokens, hidden, num_experts, top_k, size)
-        view = memory.virtual_memory(layout, 1, device)[0] if group is None else memory.symmetric_memory(layout, group, device)
-        self.workspace = Workspace(view, tokens, hidden, top_k, device, timeout_s=60.0)
-        self.num_experts, self.experts = num_experts, experts
-        share = saved if size > 1 else 1.0
-        self.saved_rows = math.ceil(tokens * top_k * share / 128) * 128 + 128 * experts[0].shape[0]
-
-    def forward(self, batch: Batch, keep: bool = False, changes: dict[str, Any] | None = None) -> tuple[Tensor, Any]:
-        """The output, and with `keep` what `backward` needs. changes: fields of the plan."""
-        from mok.kernels import launch
-
-        schedule = launch.schedule(self.workspace, batch.ids_TK, self.num_experts)
-        out, saved = launch.forward(
-            self.workspace, schedule, batch.ids_TK, batch.weights_TK, batch.x_TH, *self.experts, self.num_experts,
-            save=keep, saved_rows=self.saved_rows if keep else 0, plan=_plan(launch.ForwardPlan, changes),
-        )  # fmt: skip
-        return out, (schedule, saved)
-
-    def backward(self, batch: Batch, kept: Any, changes: dict[str, Any] | None = None) -> list[Tensor]:
-        from mok.kernels import launch_backward
-
-        schedule, saved = kept
-        result = launch_backward.backward(
-            self.workspace, schedule, saved, batch.ids_TK, batch.d_y_TH, batch.x_TH, batch.weights_TK, *self.experts, self.num_experts,
-            plan=_plan(launch_backward.BackwardPlan, changes),
-        )  # fmt: skip
-        assert result.d_x_TH is not None and result.d_weights_TK is not None and result.experts is not None
-        return [result.d_x_TH, result.d_weights_TK, *result.experts]
-
-    def finish(self) -> None:
-        """Wait for the device and raise what ended a call."""
-        torch.cuda.synchronize()
-        self.workspace.check()
-
-
-def _plan(kind: Any, changes: dict[str, Any] | None) -> Any:
-    """A ForwardPlan or BackwardPlan with those of the changes that it has a field for."""
-    names = {field.name for field in dataclasses.fields(kind)}
-    return kind(**{name: value for name, value in (changes or {}).items() if name in names})
-
-
-class CpuLayer:
-    """The same on the CPU's executor. Its backward is a step: forward and backward."""
-
-    step_for_backward = True
-
-    def __init__(self, tokens: int, num_experts: int, top_k: int, experts: Experts, group: dist.ProcessGroup | None, saved: float) -> None:
-        self.num_experts, self.experts, self.group = num_experts, experts, group
-
-    def _call(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Sequence[Tensor]) -> Tensor:
-        return mok.moe(x_TH, ids_TK, weights_TK, *experts, num_experts=self.num_experts, group=self.group)
-
-    def forward(self, batch: Batch, keep: bool = False, changes: dict[str, Any] | None = None) -> tuple[Tensor, Any]:
-        with torch.no_grad():
-            return self._call(batch.x_TH, batch.ids_TK, batch.weights_TK, self.experts), None
-
-    def backward(self, batch: Batch, kept: Any, changes: dict[str, Any] | None = None) -> list[Tensor]:
-        x, weights, *experts = (t.detach().requires_grad_() for t in (batch.x_TH, batch.weights_TK, *self.experts))
-        return list(torch.autograd.grad(self._call(x, batch.ids_TK, weights, experts), [x, weights, *experts], batch.d_y_TH))
-
-    def finish(self) -> None: ...
 
 
 class Problem:
     """A shape on this rank: experts, rotating inputs, the layer over all ranks and its rivals."""
 
-    def __init__(self, shape: Shape, device: torch.device, saved: float, padding: float, plans: dict[str, dict[str, Any]]) -> None:
-        self.shape, self.device, self.plans, self.turn = shape, device, plans, 0
+    def __init__(self, shape: Shape, device: torch.device, saved: float, padding: float, plans: dict[str, Changes]) -> None:
+        self.shape, self.device, self.plans, self.turns = shape, device, plans, Turns(INPUT_SETS)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         if shape.E % self.size:
             raise ValueError(f"E={shape.E}: must be a multiple of the number of ranks, {self.size}")
@@ -166,25 +52,15 @@ class Problem:
         self.mine = slice(local.start, local.stop)
         gate, up, down = (weight[self.mine] for weight in self.all_experts)
         self.inputs = [make_batch(shape, self.rank, turn, device) for turn in range(INPUT_SETS)]
-        self.make_layer = GpuLayer if device.type == "cuda" else CpuLayer
-        self.saved = saved
+        self.make_layer = layer_class(device)
         self.layer = self.make_layer(shape.T, shape.E, shape.K, (gate, up, down), dist.group.WORLD, saved)
         capacity = math.ceil(padding * shape.T * shape.K / self.size / 128) * 128
         self.rivals = [ExchangedLayer(gate, up, down), ExchangedLayer(gate, up, down, capacity)]
 
-    def _in_turn(self, call: Callable[..., object], *sequences: Sequence[Any], **fixed: Any) -> Callable[[], object]:
-        """`call` with the elements of the next input set. All ranks take the same turns."""
-
-        def run() -> object:
-            self.turn = (self.turn + 1) % INPUT_SETS
-            return call(*(sequence[self.turn] for sequence in sequences), **fixed)
-
-        return run
-
     def alone(self) -> tuple[Any, list[Batch]]:
         """One GPU with this rank's tokens and as many experts as it holds here, which get as many rows as here."""
         local = self.shape.E // self.size
-        layer = self.make_layer(self.shape.T, local, self.shape.K, self.layer.experts, None, self.saved)
+        layer = self.make_layer(self.shape.T, local, self.shape.K, self.layer.experts, None, 1.0)
         return layer, [batch._replace(ids_TK=batch.ids_TK % local) for batch in self.inputs]
 
     def check(self, directions: Sequence[str]) -> tuple[dict[str, float], list[str]]:
@@ -193,7 +69,7 @@ class Problem:
         tokens = slice(self.rank * shape.T, (self.rank + 1) * shape.T)
         parts = [make_batch(shape, rank, 0, self.device) for rank in range(self.size)]
         whole = Batch(*(torch.cat(values) for values in zip(*parts, strict=True)))
-        one = self.make_layer(self.size * shape.T, shape.E, shape.K, self.all_experts, None, self.saved)
+        one = self.make_layer(self.size * shape.T, shape.E, shape.K, self.all_experts, None, 1.0)
         backward = "bwd" in directions
         errors: dict[str, float] = {}
         problems: list[str] = []
@@ -247,25 +123,25 @@ class Problem:
         contestants: dict[str, Callable[[], object]] = {}
         backward = direction == "bwd"
         if not backward or self.layer.step_for_backward:
-            contestants["mok"] = self._in_turn(self.layer.forward, self.inputs)
-            contestants["alone"] = self._in_turn(alone.forward, inputs_alone)
+            contestants["mok"] = self.turns.of(self.layer.forward, self.inputs)
+            contestants["alone"] = self.turns.of(alone.forward, inputs_alone)
         if not backward:
             for label, changes in self.plans.items():
-                contestants[label] = self._in_turn(self.layer.forward, self.inputs, changes=changes)
+                contestants[label] = self.turns.of(self.layer.forward, self.inputs, changes=changes)
             for rival in self.rivals:
-                contestants[rival.name] = self._in_turn(rival, *columns[:3])
+                contestants[rival.name] = self.turns.of(rival, *columns[:3])
             contestants["cublas"] = dense_products(self.shape.T * self.shape.K, self.shape.H, self.shape.I, self.device)
         else:
             suffix = " step" if self.layer.step_for_backward else ""
             kept = [self.layer.forward(batch, True)[1] for batch in self.inputs]
             kept_alone = [alone.forward(batch, True)[1] for batch in inputs_alone]
-            contestants[f"mok{suffix}"] = self._in_turn(self.layer.backward, self.inputs, kept)
-            contestants[f"alone{suffix}"] = self._in_turn(alone.backward, inputs_alone, kept_alone)
+            contestants[f"mok{suffix}"] = self.turns.of(self.layer.backward, self.inputs, kept)
+            contestants[f"alone{suffix}"] = self.turns.of(alone.backward, inputs_alone, kept_alone)
             for label, changes in self.plans.items():
-                contestants[label] = self._in_turn(self.layer.backward, self.inputs, kept, changes=changes)
+                contestants[label] = self.turns.of(self.layer.backward, self.inputs, kept, changes=changes)
             for rival in self.rivals:
-                contestants[rival.name] = self._in_turn(rival, *columns[:3])
-                contestants[f"{rival.name} step"] = self._in_turn(rival.step, *columns)
+                contestants[rival.name] = self.turns.of(rival, *columns[:3])
+                contestants[f"{rival.name} step"] = self.turns.of(rival.step, *columns)
         with torch.set_grad_enabled(backward):
             ms = ranks.slowest(medians(contestants, repeats, align=dist.barrier), self.device)
         self.layer.finish()

@@ -66,13 +66,17 @@ def headline() -> str:
 
 
 def print_table(title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Rows with the same keys, which head the columns; numbers stand right."""
+    """Rows with the same keys, which head the columns; numbers and percentages stand right."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
     for name, value in rows[0].items() if rows else ():
-        table.add_column(name, justify="right" if isinstance(value, int | float) else "left", overflow="fold")
+        right = isinstance(value, int | float) or (isinstance(value, str) and value.endswith("%"))
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
     for row in rows:
         table.add_row(*("" if value is None else f"{value:g}" if isinstance(value, float) else str(value) for value in row.values()))
+    if title:
+        print(title)
     Console(width=None if sys.stdout.isatty() else 180, highlight=False, markup=False).print(table)
+    sys.stdout.flush()

@@ -1,0 +1,169 @@
+"""The layer as the suites call it: on a GPU by its launches, so that a plan can be given; on the CPU by `mok.moe`.
+
+Legend: T tokens of a rank, H hidden, I intermediate, E experts of all ranks, L experts of this rank, K choices per token, S width of the
+shared experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import mok
+from mok.bench.checks import Experts
+from mok.bench.shapes import Shape
+from mok.config import TILE_M, Tuning
+from mok.executor import row_swiglu
+
+Changes = dict[str, Any]  # fields of ForwardPlan and BackwardPlan; either takes those that it has
+NAMES = ("d_x", "d_weights", "d_gate", "d_up", "d_down")
+
+
+class Batch(NamedTuple):
+    x_TH: Tensor
+    ids_TK: Tensor
+    weights_TK: Tensor
+    d_y_TH: Tensor
+
+
+def make_batch(shape: Shape, rank: int, turn: int, device: torch.device) -> Batch:
+    """The tokens of a rank, which every rank can make. Where K is more than E, a token's experts repeat."""
+    g = torch.Generator(device).manual_seed(1000 * turn + rank)
+    normal = lambda *size: torch.randn(*size, generator=g, device=device)  # noqa: E731
+    if shape.K <= shape.E:
+        scores, ids = normal(shape.T, shape.E).topk(shape.K)
+    else:
+        scores, ids = normal(shape.T, shape.K), torch.randint(shape.E, (shape.T, shape.K), generator=g, device=device)
+    return Batch(normal(shape.T, shape.H).bfloat16(), ids, scores.softmax(-1), normal(shape.T, shape.H).bfloat16())
+
+
+def make_experts(shape: Shape, device: torch.device) -> Experts:
+    """All experts, the same on every rank."""
+    g = torch.Generator(device).manual_seed(17)
+    normal = lambda *size: torch.randn(*size, generator=g, device=device).mul_(size[-1] ** -0.5).bfloat16()  # noqa: E731
+    return normal(shape.E, shape.I, shape.H), normal(shape.E, shape.I, shape.H), normal(shape.E, shape.H, shape.I)
+
+
+def rows_to_save(tokens: int, top_k: int, local: int, share: float) -> int:
+    """Rows whose gate and up are kept for the backward: a share of a balanced load with its padding, in whole tiles."""
+    return int((tokens * top_k + TILE_M * local) * share) // TILE_M * TILE_M
+
+
+def plan_with(kind: Any, changes: Changes | None) -> Any:
+    """A ForwardPlan or BackwardPlan with those of the changes that it has a field for."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return kind(**{name: value for name, value in (changes or {}).items() if name in names})
+
+
+class GpuLayer:
+    """This rank's part of a layer over a group, or, without one, a layer of this rank alone. shared: gate and up [S, H], down [H, S]."""
+
+    step_for_backward = False
+
+    def __init__(
+        self, tokens: int, num_experts: int, top_k: int, experts: Experts, group: dist.ProcessGroup | None, saved: float,
+        shared: Experts | None = None,
+    ) -> None:  # fmt: skip
+        from mok.kernels import memory
+        from mok.kernels.launch import Workspace
+
+        hidden, device = experts[0].shape[2], experts[0].device
+        size = 1 if group is None else dist.get_world_size(group)
+        layout = memory.backward_regions(tokens, hidden, num_experts, top_k, size)
+        view = memory.virtual_memory(layout, 1, device)[0] if group is None else memory.symmetric_memory(layout, group, device)
+        self.workspace = Workspace(view, tokens, hidden, top_k, device, timeout_s=60.0)
+        self.num_experts, self.experts, self.shared = num_experts, experts, shared
+        self.saved_rows = rows_to_save(tokens, top_k, experts[0].shape[0], saved)
+
+    def forward(self, batch: Batch, keep: bool = False, changes: Changes | None = None) -> tuple[Tensor, Any]:
+        """The output, and with `keep` what `backward` needs."""
+        from mok.kernels import launch
+
+        schedule = launch.schedule(self.workspace, batch.ids_TK, self.num_experts)
+        out, saved = launch.forward(
+            self.workspace, schedule, batch.ids_TK, batch.weights_TK, batch.x_TH, *self.experts, self.num_experts, shared=self.shared,
+            save=keep, saved_rows=self.saved_rows if keep else 0, plan=plan_with(launch.ForwardPlan, changes),
+        )  # fmt: skip
+        return out, (schedule, saved)
+
+    def backward(self, batch: Batch, kept: Any, changes: Changes | None = None, **options: Any) -> list[Tensor]:
+        """The gradients of x, the router weights, gate, up and down, of those that are asked for. options: those of the launch."""
+        from mok.kernels import launch_backward
+
+        schedule, saved = kept
+        result = launch_backward.backward(
+            self.workspace, schedule, saved, batch.ids_TK, batch.d_y_TH, batch.x_TH, batch.weights_TK, *self.experts, self.num_experts,
+            plan=plan_with(launch_backward.BackwardPlan, changes), shared=self.shared, **options,
+        )  # fmt: skip
+        return [gradient for gradient in (result.d_x_TH, result.d_weights_TK, *(result.experts or ())) if gradient is not None]
+
+    def poison(self) -> None:
+        """What a slot that nobody writes would show."""
+        self.workspace.memory.own["combine"].fill_(float("nan"))
+
+    def finish(self) -> None:
+        """Wait for the device and raise what ended a call."""
+        torch.cuda.synchronize()
+        self.workspace.check()
+
+
+class CpuLayer:
+    """The same on the CPU's executor. Its backward is a step: forward and backward. It saves all rows."""
+
+    step_for_backward = True
+
+    def __init__(
+        self, tokens: int, num_experts: int, top_k: int, experts: Experts, group: dist.ProcessGroup | None, saved: float,
+        shared: Experts | None = None,
+    ) -> None:  # fmt: skip
+        self.num_experts, self.experts, self.group, self.shared = num_experts, experts, group, shared
+
+    def _call(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Sequence[Tensor], changes: Changes | None) -> Tensor:
+        tiles = (changes or {}).get("minibatch_tiles", Tuning().minibatch // TILE_M)
+        ring = max(2, (changes or {}).get("ring_tiles", Tuning().macrobatch // TILE_M) // tiles)
+        tuning = Tuning(minibatch=tiles * TILE_M, macrobatch=ring * tiles * TILE_M)
+        shared = None if self.shared is None else row_swiglu(x_TH, *self.shared).to(x_TH.dtype)
+        return mok.moe(
+            x_TH, ids_TK, weights_TK, *experts, shared=shared, num_experts=self.num_experts, group=self.group, tuning=tuning
+        )  # fmt: skip
+
+    def forward(self, batch: Batch, keep: bool = False, changes: Changes | None = None) -> tuple[Tensor, Any]:
+        with torch.no_grad():
+            return self._call(*batch[:3], self.experts, changes), None
+
+    def backward(self, batch: Batch, kept: Any, changes: Changes | None = None) -> list[Tensor]:
+        x, weights, *experts = (t.detach().requires_grad_() for t in (batch.x_TH, batch.weights_TK, *self.experts))
+        with torch.enable_grad():
+            out = self._call(x, batch.ids_TK, weights, experts, changes)
+        return list(torch.autograd.grad(out, [x, weights, *experts], batch.d_y_TH))
+
+    def poison(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def layer_class(device: torch.device) -> type[GpuLayer] | type[CpuLayer]:
+    return GpuLayer if device.type == "cuda" else CpuLayer
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Turns:
+    """Calls with the elements of one input set after the other, shared by all contestants. All ranks take the same turns."""
+
+    def __init__(self, sets: int) -> None:
+        self.sets, self.turn = sets, 0
+
+    def of(self, call: Callable[..., object], *sequences: Sequence[Any], **fixed: Any) -> Callable[[], object]:
+        def run() -> object:
+            self.turn = (self.turn + 1) % self.sets
+            return call(*(sequence[self.turn] for sequence in sequences), **fixed)
+
+        return run

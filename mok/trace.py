@@ -1,0 +1,475 @@
+"""What the programs of a kernel did when: the kernels' timestamps as a table of shares, a Chrome trace and a picture.
+
+    python -m mok trace --shapes qwen3-30b --out trace.json --png trace.png        # then https://ui.perfetto.dev opens trace.json
+    python -m mok trace --ranks 2 --direction forward
+
+A kernel compiled with TRACE notes for every task when it was begun, had what it waited for, had its sums, and was done
+(`mok.kernels.trace`). Here a task's time is cut at these moments: waiting, by the signal; work, by its kind, where the pushes of a down or
+d_x task, from its sums on, are the combine; and between two tasks nothing. What a program has before its first task and after its last one
+up to the kernel's end is the tail. So the shares add up to the programs' time, and their sum divided by the programs is the kernel's time.
+
+A multiprocessor's clock counts cycles from anywhere. A program's first reading of the wall clock, which ticks coarsely, places it, and the
+mean rate over all programs makes it nanoseconds. Ranks are laid side by side by the beginnings of their forwards, which follow a barrier.
+
+Legend: P programs, N tickets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mok.bench import ranks, report
+from mok.bench.layers import Batch, Changes, GpuLayer, make_batch, make_experts, plan_with
+from mok.bench.shapes import ONE_GPU, SEVERAL_GPUS, Shape, choose
+from mok.schedule import local_experts
+
+
+class Kind(NamedTuple):
+    """What a task's time is: up to its sums, from them on, and the signal it waited for."""
+
+    work: str
+    after: str
+    waits_for: str
+
+
+SHARED = Kind("shared experts", "shared experts", "shared h")
+KINDS = {
+    "forward": {
+        "pull": Kind("dispatch", "dispatch", "x_free"),
+        "up": Kind("up", "up", "x_ready"),
+        "down": Kind("down", "combine", "h_ready"),
+        "shared up": SHARED,
+        "shared down": SHARED,
+        "nothing": Kind("between tasks", "between tasks", "between tasks"),
+    },
+    "backward": {
+        "pull": Kind("dispatch", "dispatch", "x_free"),
+        "gate up": Kind("gate and up again", "gate and up again", "x_ready"),
+        "hidden": Kind("hidden", "hidden", "x_ready or gate_ready"),
+        "d_x": Kind("d_x", "combine", "d_gate_ready"),
+        "d_weight": Kind("d_weight", "d_weight", "group_ready"),
+        "shared hidden": SHARED,
+        "shared d_x": SHARED,
+        "shared d_weight": SHARED,
+    },
+}
+# Whose last task of a tile lets which other tasks of the tile begin.
+LINKS = {
+    "forward": (("pull", "up", "x_ready"), ("up", "down", "h_ready")),
+    "backward": (("pull", "gate up", "x_ready"), ("gate up", "hidden", "gate_ready"), ("pull", "hidden", "x_ready"),
+                 ("hidden", "d_x", "d_gate_ready")),
+}  # fmt: skip
+COLORS = {
+    "dispatch": "#1f77b4", "up": "#2ca02c", "down": "#98df8a", "combine": "#ff7f0e", "shared experts": "#9467bd", "hidden": "#2ca02c",
+    "d_x": "#98df8a", "d_weight": "#bcbd22", "gate and up again": "#17becf", "waiting": "#d62728",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One kernel on one rank. Times are float64 nanoseconds from the first program's begin; a moment that a task did not note is NaN.
+
+    kernel_ns: the kernel's time as the profiler has it; NaN if it was not measured.
+    origin_ns: the wall clock at the first program's begin, int.
+    sm, begins, ends: [P], each program's multiprocessor, first and last moment.
+    kind: [N] names, keys of KINDS[direction]; tile, part, expert, program: int64 [N].
+    begin, ready, computed, done: [N].
+    """
+
+    direction: str
+    rank: int
+    kernel_ns: float
+    origin_ns: int
+    sm: Tensor
+    begins: Tensor
+    ends: Tensor
+    kind: list[str]
+    tile: Tensor
+    part: Tensor
+    expert: Tensor
+    program: Tensor
+    begin: Tensor
+    ready: Tensor
+    computed: Tensor
+    done: Tensor
+
+    @property
+    def span_ns(self) -> float:
+        return float(self.ends.max())
+
+    def moments(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """begin, ready, computed, done with nothing missing: no wait is one of no length, and who notes no sums works until the end."""
+        ready = torch.where(self.ready.isnan(), self.begin, self.ready)
+        return self.begin, ready, torch.where(self.computed.isnan(), self.done, self.computed), self.done
+
+
+# ---- from the kernels' words ----
+
+
+def timeline(
+    direction: str, rank: int, words: Tensor, programs: int, kind: list[str], tile: Tensor, part: Tensor, expert: Tensor,
+    kernel_ns: float = float("nan"),
+) -> Timeline:  # fmt: skip
+    """words: int64, as the kernel wrote them: P programs' records, then the tickets', of which the first len(kind) are used.
+
+    Raises:
+        ValueError: a ticket that no program took: the kernel did not end, or was not traced.
+    """
+    from mok.kernels import trace as record
+
+    per_program, per_ticket = record.PROGRAM.value, record.WORDS.value
+    of_program = words[: programs * per_program].view(programs, per_program)
+    of_ticket = words[programs * per_program :][: len(kind) * per_ticket].view(-1, per_ticket)
+    missing = (of_ticket[:, record.DONE.value] == 0).nonzero()
+    if len(missing):
+        raise ValueError(f"{len(missing)} of {len(kind)} {direction} tasks have no timestamps, the first of them task {int(missing[0])}")
+    first_clock, first_wall = of_program[:, record.FIRST_CLOCK.value], of_program[:, record.FIRST_WALL.value]
+    last_clock, last_wall = of_program[:, record.LAST_CLOCK.value], of_program[:, record.LAST_WALL.value]
+    origin = first_wall.min()
+    cycles, wall = (last_clock - first_clock).sum(), (last_wall - first_wall).sum()
+    ns_per_cycle = float(wall) / max(float(cycles), 1.0)
+    begins = (first_wall - origin).double()
+    program = of_ticket[:, record.BY.value]
+
+    def moment(word: int) -> Tensor:
+        clock = of_ticket[:, word]
+        ns = begins[program] + (clock - first_clock[program]).double() * ns_per_cycle
+        return torch.where(clock == 0, torch.nan, ns)
+
+    return Timeline(
+        direction, rank, kernel_ns, int(origin), of_program[:, record.SM.value], begins, (last_wall - origin).double(),
+        kind, tile, part, expert, program, moment(record.BEGIN.value), moment(record.READY.value), moment(record.COMPUTED.value),
+        moment(record.DONE.value),
+    )  # fmt: skip
+
+
+def forward_timeline(workspace: Any, words: Tensor, programs: int, kernel_ns: float = float("nan")) -> Timeline:
+    """The forward that a workspace ran last; words: its record, kept before anything else was traced there."""
+    from mok.kernels import tasks
+
+    names = {
+        tasks.PULL.value: "pull", tasks.UP.value: "up", tasks.DOWN.value: "down", tasks.SHARED_UP.value: "shared up",
+        tasks.SHARED_DOWN.value: "shared down", tasks.NOTHING.value: "nothing",
+    }  # fmt: skip
+    listed = workspace.scratch["tasks"].cpu()
+    task = listed[1 : 1 + int(listed[0])]
+    kind = [names[number] for number in (task & 7).tolist()]
+    tile, part, expert = task >> 32, (task >> 4) & 4095, (task >> 16) & 65535
+    return timeline("forward", workspace.memory.rank, words.cpu(), programs, kind, tile, part, expert, kernel_ns)
+
+
+def backward_timeline(workspace: Any, words: Tensor, programs: int, kernel_ns: float = float("nan")) -> Timeline:
+    """The same of the backward. part of a d_weight task: 0 gate, 1 up, 2 down; its tile is the first one of its rows."""
+    from mok.kernels import groups
+
+    names = {
+        groups.PULL.value: "pull", groups.GATE_UP.value: "gate up", groups.HIDDEN.value: "hidden", groups.D_X.value: "d_x",
+        groups.D_WEIGHT.value: "d_weight", groups.SHARED_HIDDEN.value: "shared hidden", groups.SHARED_D_X.value: "shared d_x",
+        groups.SHARED_D_WEIGHT.value: "shared d_weight",
+    }  # fmt: skip
+    table = workspace.scratch["groups"].cpu()
+    count = int(table[groups.HEADER.value + int(table[0]) * groups.ROW.value + groups.TICKET.value])
+    size = groups.RECORD.value
+    records = workspace.scratch["tasks_backward"][: count * size].view(count, size).cpu().long()
+    kind = [names[number] for number in records[:, groups.KIND.value].tolist()]
+    tile, part, expert = (records[:, column.value] for column in (groups.AT_TILE, groups.PART, groups.OF_EXPERT))
+    return timeline("backward", workspace.memory.rank, words.cpu(), programs, kind, tile, part, expert, kernel_ns)
+
+
+# ---- the summary ----
+
+
+def shares(line: Timeline) -> dict[str, float]:
+    """Nanoseconds of all programs together, by what they went to. The values add up to P times the span.
+
+    Example, two programs over 100 ns: one pulls for 40 and is done, the other waits for 40 and works at an up task for 60:
+    dispatch 40, waiting for x_ready 40, up 60, tail 60.
+    """
+    total: dict[str, float] = collections.defaultdict(float)
+    begin, ready, computed, done = line.moments()
+    columns = zip(line.kind, (ready - begin).tolist(), (computed - ready).tolist(), (done - computed).tolist(), strict=True)
+    for name, waited, worked, after in columns:
+        kind = KINDS[line.direction][name]
+        total[kind.waits_for if kind.waits_for == "between tasks" else f"waiting for {kind.waits_for}"] += waited
+        total[kind.work] += worked
+        total[kind.after] += after
+    programs, span = len(line.sm), line.span_ns
+    for p in range(programs):
+        mine = line.program == p
+        first, last = (float(begin[mine].min()), float(done[mine].max())) if mine.any() else (float(line.begins[p]),) * 2
+        total["between tasks"] += last - first - float((done - begin)[mine].sum())
+        total["tail"] += span - (last - first)
+    return {name: value for name, value in total.items() if value or name == "tail"}
+
+
+class OfKind(NamedTuple):
+    """Tasks of one kind: how many, and the mean nanoseconds that one waits, works up to its sums, and takes from them on."""
+
+    tasks: int
+    waits: float
+    works: float
+    ends: float
+
+
+def kinds(line: Timeline) -> dict[str, OfKind]:
+    begin, ready, computed, done = line.moments()
+    result = {}
+    for name in KINDS[line.direction]:
+        mine = torch.tensor([kind == name for kind in line.kind], dtype=torch.bool)
+        if mine.any():
+            means = (float(value[mine].mean()) for value in (ready - begin, computed - ready, done - computed))
+            result[name] = OfKind(int(mine.sum()), *means)
+    return result
+
+
+def summary(line: Timeline) -> dict[str, Any]:
+    """Plain data: microseconds and shares of the kernel, and per kind of task.
+
+    accounted: what the shares add up to as part of the kernel's time by the profiler, or, without one, of the span of the timestamps.
+    """
+    of, programs = shares(line), len(line.sm)
+    whole = line.span_ns if line.kernel_ns != line.kernel_ns else line.kernel_ns
+    order = sorted(of, key=lambda name: (name == "tail", name == "between tasks", name.startswith("waiting"), -of[name]))
+    return dict(
+        rank=line.rank, direction=line.direction, programs=programs, tasks=len(line.kind), span_us=round(line.span_ns * 1e-3, 1),
+        kernel_us=None if line.kernel_ns != line.kernel_ns else round(line.kernel_ns * 1e-3, 1),
+        accounted=round(sum(of.values()) / programs / whole, 4),
+        shares={name: round(of[name] / programs / whole, 4) for name in order},
+        kinds={name: dict(tasks=k.tasks, waits_us=round(k.waits * 1e-3, 2), works_us=round(k.works * 1e-3, 2),
+                          ends_us=round(k.ends * 1e-3, 2)) for name, k in kinds(line).items()},
+    )  # fmt: skip
+
+
+# ---- the Chrome trace ----
+
+
+def links(line: Timeline) -> Iterator[tuple[int, int, str]]:
+    """(ticket, ticket, signal): of each tile, the task that made a signal complete and the first task that had waited for it."""
+    tickets: dict[tuple[str, int], list[int]] = collections.defaultdict(list)
+    for ticket, (name, tile) in enumerate(zip(line.kind, line.tile.tolist(), strict=True)):
+        tickets[name, tile].append(ticket)
+    _, ready, _, done = line.moments()
+    done_at, ready_at = done.tolist(), ready.tolist()
+    for source, sink, signal in LINKS[line.direction]:
+        for (name, tile), sources in tickets.items():
+            if name == source and (sink, tile) in tickets:
+                yield max(sources, key=done_at.__getitem__), min(tickets[sink, tile], key=ready_at.__getitem__), signal
+
+
+def chrome(lines: Sequence[Timeline]) -> dict[str, Any]:
+    """The trace event format: a process per rank, a row per multiprocessor, a slice per task with its parts inside, flows for signals."""
+    events: list[dict[str, Any]] = []
+    origins = {line.rank: line.origin_ns for line in reversed(lines)}
+    flow = 0
+    for line in lines:
+        offset = line.origin_ns - origins[line.rank]
+        us = lambda ns, offset=offset: round((ns + offset) * 1e-3, 3)  # noqa: E731
+        seen: collections.Counter[int] = collections.Counter()
+        rows = []
+        for sm in line.sm.tolist():  # two programs of one multiprocessor have rows of their own
+            rows.append(sm + 1000 * seen[sm])
+            seen[sm] += 1
+        events.append(dict(ph="M", name="process_name", pid=line.rank, args=dict(name=f"rank {line.rank}")))
+        events += [dict(ph="M", name="thread_name", pid=line.rank, tid=row, args=dict(name=f"SM {row % 1000}")) for row in set(rows)]
+        begin, ready, computed, done = (value.tolist() for value in line.moments())
+        programs, tiles, parts, experts = (value.tolist() for value in (line.program, line.tile, line.part, line.expert))
+        for ticket, name in enumerate(line.kind):
+            kind, row = KINDS[line.direction][name], rows[programs[ticket]]
+            about = dict(ticket=ticket, tile=tiles[ticket], part=parts[ticket], expert=experts[ticket])
+            cuts = [
+                (f"{name} {tiles[ticket]}.{parts[ticket]}", line.direction, begin[ticket], done[ticket], about),
+                (f"wait for {kind.waits_for}", "wait", begin[ticket], ready[ticket], {}),
+                (kind.work, "work", ready[ticket], computed[ticket], {}),
+                ("push" if kind.after == "combine" else "store", "work", computed[ticket], done[ticket], {}),
+            ]
+            events += [
+                dict(ph="X", name=what, cat=of, pid=line.rank, tid=row, ts=us(start), dur=max(us(end) - us(start), 0.0), args=more)
+                for what, of, start, end, more in cuts
+                if end > start
+            ]
+        for source, sink, signal in links(line):
+            flow += 1
+            for phase, ticket, at in (("s", source, done[source] - 1), ("f", sink, ready[sink])):
+                event = dict(ph=phase, id=flow, name=signal, cat="signal", pid=line.rank, tid=rows[programs[ticket]], ts=us(at))
+                events.append(event | ({"bp": "e"} if phase == "f" else {}))
+    return dict(traceEvents=events, displayTimeUnit="ns", otherData=dict(machine=report.machine(), summary=[summary(x) for x in lines]))
+
+
+# ---- the picture ----
+
+
+def draw(lines: Sequence[Timeline], path: str | Path) -> None:
+    """One panel per kernel: a row per program, coloured by what it does; white is nothing. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.collections import PolyCollection
+    from matplotlib.patches import Patch
+
+    figure, panels = plt.subplots(len(lines), 1, figsize=(16, 5 * len(lines)), squeeze=False, layout="constrained")
+    for line, axes in zip(lines, panels[:, 0], strict=True):
+        place = torch.empty_like(line.sm)
+        place[line.sm.argsort(stable=True)] = torch.arange(len(line.sm))
+        boxes: dict[str, list[list[tuple[float, float]]]] = collections.defaultdict(list)
+        columns = [value.tolist() for value in (place[line.program], *line.moments())]
+        for name, row, begin, ready, computed, done in zip(line.kind, *columns, strict=True):
+            kind = KINDS[line.direction][name]
+            for what, start, end in (("waiting", begin, ready), (kind.work, ready, computed), (kind.after, computed, done)):
+                if end > start and what in COLORS:
+                    low, high, left, right = row - 0.45, row + 0.45, start * 1e-3, end * 1e-3
+                    boxes[what].append([(left, low), (right, low), (right, high), (left, high)])
+        for what, polygons in boxes.items():
+            axes.add_collection(PolyCollection(polygons, facecolors=COLORS[what], edgecolors="none"))
+        axes.set_xlim(0, line.span_ns * 1e-3)
+        axes.set_ylim(-1, len(line.sm))
+        axes.set_xlabel("microseconds")
+        axes.set_ylabel("programs, by multiprocessor")
+        axes.set_title(f"rank {line.rank}, {line.direction}: {line.span_ns * 1e-3:.0f} us, {len(line.kind)} tasks", loc="left")
+        of = [(name, _drawn(name), share) for name, share in summary(line)["shares"].items()]
+        patches = [Patch(color=COLORS[what], label=f"{name} {share:.1%}") for name, what, share in of if what]
+        axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _drawn(name: str) -> str:
+    """What a share is drawn as; "" if it is white."""
+    name = "waiting" if name.startswith("waiting") else name
+    return name if name in COLORS else ""
+
+
+# ---- taking one ----
+
+
+def _profiled(run: Callable[[], object], kernel: str) -> float:
+    """Nanoseconds of the kernel during a call, by the profiler; NaN where that does not see it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        run()
+        torch.cuda.synchronize()
+    times = [event.device_time_total for event in found.key_averages() if event.key == kernel]
+    return 1e3 * times[0] if times else float("nan")
+
+
+def take(layer: GpuLayer, batch: Batch, directions: Sequence[str], changes: Changes, calls: int = 6) -> list[Timeline]:
+    """Call the layer a few times, and trace the last call. All ranks of its group do this together."""
+    from mok.kernels.launch import ForwardPlan
+    from mok.kernels.launch_backward import BackwardPlan
+
+    changes = {**changes, "trace": True}
+    workspace, lines = layer.workspace, []
+
+    def traced(run: Callable[[], Any], kernel: str) -> tuple[Any, Tensor, float]:
+        for _ in range(calls - 1):
+            run()
+        layer.finish()
+        if workspace.memory.size > 1:
+            dist.barrier()
+        results: list[Any] = []
+        kernel_ns = _profiled(lambda: results.append(run()), kernel)
+        layer.finish()
+        return results[0], workspace.scratch["trace"].clone(), kernel_ns
+
+    def programs(kind: Any) -> int:
+        plan = plan_with(kind, changes)
+        return (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
+
+    (_, kept), words, kernel_ns = traced(lambda: layer.forward(batch, "backward" in directions, changes), "forward_kernel")
+    if "forward" in directions:
+        lines.append(forward_timeline(workspace, words, programs(ForwardPlan), kernel_ns))
+    if "backward" in directions:
+        _, words, kernel_ns = traced(lambda: layer.backward(batch, kept, changes), "backward_kernel")
+        lines.append(backward_timeline(workspace, words, programs(BackwardPlan), kernel_ns))
+    return lines
+
+
+def measure(shape: Shape, directions: Sequence[str], changes: Changes, device: torch.device) -> list[Timeline]:
+    """The timelines of this rank, or on rank 0 those of all ranks."""
+    several = dist.is_initialized()
+    rank, size, group = (dist.get_rank(), dist.get_world_size(), dist.group.WORLD) if several else (0, 1, None)
+    mine = local_experts(shape.E, size, rank)
+    experts = tuple(weight[mine.start : mine.stop] for weight in make_experts(shape, device))
+    layer = GpuLayer(shape.T, shape.E, shape.K, experts, group, 1.25 if several else 1.0)  # type: ignore[arg-type]
+    lines = take(layer, make_batch(shape, rank, 0, device), directions, changes)
+    if not several:
+        return lines
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, lines)
+    return [line for of_rank in everyone for line in of_rank] if rank == 0 else []
+
+
+def show(lines: Sequence[Timeline], title: str) -> None:
+    for line in lines:
+        about = summary(line)
+        kernel = "not seen by the profiler" if about["kernel_us"] is None else f"{about['kernel_us']:g} us by the profiler"
+        report.print_table(
+            f"{title}, rank {line.rank}, {line.direction}: {about['span_us']:g} us by timestamps, {kernel}; the shares add up to "
+            f"{about['accounted']:.1%}",
+            [{"of the programs' time": name, "share": f"{share:.1%}", "us": round(share * (about["kernel_us"] or about["span_us"]), 1)}
+             for name, share in about["shares"].items()],
+        )  # fmt: skip
+        report.print_table("", [{"one task, us": name, **values} for name, values in about["kinds"].items()])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(prog="mok trace", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--shapes", default="qwen3-30b", help="one of `mok bench`'s")
+    parser.add_argument("--direction", default="both", choices=("forward", "backward", "both"))
+    parser.add_argument("--ranks", type=int, default=1, help="processes, one GPU each; a launcher's number wins")
+    parser.add_argument("--plan", type=json.loads, default={}, help="JSON: fields of ForwardPlan and BackwardPlan")
+    parser.add_argument("--out", help="the Chrome trace to write")
+    parser.add_argument("--png", help="the picture to write; needs matplotlib")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON instead of tables")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds after which all processes are ended")
+    options = parser.parse_args(arguments)
+    try:
+        (name, shape), *others = choose(options.shapes, SEVERAL_GPUS if options.ranks > 1 else ONE_GPU).items()
+    except ValueError as error:
+        parser.error(str(error))
+    if others:
+        parser.error(f"--shapes={options.shapes}: one shape at a time")
+    if not torch.cuda.is_available():
+        parser.error("a GPU is needed: the CPU's executor has no tasks that run side by side")
+    if torch.cuda.device_count() < options.ranks:
+        parser.error(f"--ranks={options.ranks}: there are {torch.cuda.device_count()} GPUs")
+    if options.ranks > 1 and not ranks.launched():
+        return ranks.launch("mok.trace", arguments, options.ranks, options.limit)
+    rank, device = (0, torch.device("cuda", 0)) if not ranks.launched() else ranks.join(options.limit)[::2]
+    directions = ("forward", "backward") if options.direction == "both" else (options.direction,)
+    lines = measure(shape, directions, options.plan, device)
+    if rank == 0:
+        if options.json:
+            print(json.dumps([summary(line) for line in lines], indent=1))
+        else:
+            show(lines, f"{name} ({shape})")
+        write(lines, options.out, options.png)
+    sys.stdout.flush()
+    if ranks.launched():
+        os._exit(0)  # whatever a library still holds open must not keep a rank alive
+    return 0
+
+
+def write(lines: Sequence[Timeline], trace_path: str | None, png_path: str | None) -> None:
+    if trace_path:
+        Path(trace_path).write_text(json.dumps(chrome(lines)))
+    if png_path:
+        draw(lines, png_path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""What `mok trace` and `mok bench overlap` read and change of the real kernels, under the interpreter; the last line printed is JSON.
+
+Run alone: TRITON_INTERPRET=1 python tests/interpreted_tools.py [case ...]
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import sys
+
+# isort: off
+from interpreted_cases import BLOCK, CPU, PLAN, Problem, make_schedules, shared  # sets TRITON_INTERPRET before it imports triton
+from interpreted_backward import PLAN as BACKWARD, make_d_y, make_workspaces
+
+# isort: on
+import torch
+from interpret import run_cases, run_concurrently
+
+from mok import trace
+from mok.kernels import groups, launch, launch_backward
+from mok.kernels.backward import backward_kernel
+from mok.kernels.forward import forward_kernel
+
+FORWARD = dataclasses.replace(PLAN, trace=True)
+
+
+def share(workspace) -> None:
+    """The programs are processes: what they write must be shared."""
+    for buffer in workspace.scratch.values():
+        buffer.share_memory_().fill_(float("nan") if buffer.is_floating_point() else 0)
+
+
+def case_forward_trace():
+    """Every task of the list has a record, under the names, tiles, parts and experts that the list has in plain order."""
+    problem = Problem(1, 12, 32, 40, 3, 2, masked=0.0, shared_width=24)
+    (workspace,) = make_workspaces(problem, 1, 60.0)
+    (rows,) = make_schedules(problem, [workspace])
+    args, _, out = launch.kernel_arguments(
+        workspace, rows, problem.x_TH, problem.gate_EIH, problem.up_EIH, problem.down_EHI, problem.shared, None, None, 0, False, FORWARD,
+        problem.hidden, 40,
+    )  # fmt: skip
+    share(workspace)
+    out.share_memory_()
+    launch.write_tasks(workspace, args, rows, FORWARD.minibatch_tiles)
+    run_concurrently(forward_kernel, 2, [args])
+    line = trace.forward_timeline(workspace, workspace.scratch["trace"], 2)
+    tiles = int(rows.num_tokens) // BLOCK
+    count = collections.Counter(line.kind)
+    assert (count["pull"], count["up"], count["down"]) == (tiles * 2, tiles * 3, tiles), count
+    assert (count["shared up"], count["shared down"]) == (2, 1), count
+    for kind, parts in (("pull", 2), ("up", 3), ("down", 1)):
+        mine = torch.tensor([name == kind for name in line.kind])
+        places = sorted(zip(line.tile[mine].tolist(), line.part[mine].tolist(), strict=True))
+        assert places == [(tile, part) for tile in range(tiles) for part in range(parts)], (kind, places)
+        if kind != "pull":
+            assert torch.equal(line.expert[mine], rows.tile_expert[line.tile[mine]].long())
+    assert set(line.program.tolist()) <= {0, 1} and line.sm.tolist() == [0, 1]
+    assert not line.begin.isnan().any() and not line.ready.isnan().any()
+    noted = {name for name, computed in zip(line.kind, line.computed.isnan().tolist(), strict=True) if not computed}
+    assert noted == {"up", "down", "shared up", "shared down"}
+
+
+def case_backward_trace():
+    problem = Problem(2, 10, 32, 40, 2, 2, masked=0.0)
+    plan = dataclasses.replace(BACKWARD, trace=True)
+    d_y = make_d_y(problem)
+    (workspace,) = make_workspaces(problem, 1, 60.0)
+    (rows,) = make_schedules(problem, [workspace])
+    saved = launch.Saved(*(torch.empty(0, 40).bfloat16() for _ in range(2)), *(torch.empty(10, 8).bfloat16() for _ in range(2)))
+    call = launch_backward.prepare(
+        workspace, rows, saved, d_y, problem.x_TH, shared(problem.weights_TK), problem.gate_EIH, problem.up_EIH, problem.down_EHI, plan=plan
+    )
+    share(workspace)
+    for gradient in call.experts:
+        gradient.share_memory_()
+    groups.plan_kernel[(1,)](**call.plan)
+    groups.list_kernel[(2,)](**call.tasks)
+    run_concurrently(backward_kernel, 2, [call.kernel])
+    line = trace.backward_timeline(workspace, workspace.scratch["trace"], 2)
+    tiles = int(rows.num_tokens) // BLOCK
+    count = collections.Counter(line.kind)
+    assert (count["pull"], count["gate up"], count["hidden"], count["d_x"]) == (2 * tiles, 3 * tiles, 2 * tiles, tiles), count
+    assert count["d_weight"] >= 3 * problem.experts
+    routed = torch.tensor([name in ("gate up", "hidden", "d_x") for name in line.kind])
+    assert torch.equal(line.expert[routed], rows.tile_expert[line.tile[routed]].long())
+    assert set(line.part[torch.tensor([name == "d_weight" for name in line.kind])].tolist()) == {0, 1, 2}
+    assert trace.shares(line)["tail"] == 0  # the interpreter's clock stands still
+
+
+if __name__ == "__main__":
+    assert CPU.type == "cpu"
+    run_cases(globals(), sys.argv[1:])
