@@ -33,8 +33,8 @@ from mok.ops import Inputs, run_backward
 from mok.ops import Problem as HostProblem
 
 PLAN = BackwardPlan(
-    num_sms=2, ring_tiles=4, group_tiles=1, parts=2, run=2, block_m=BLOCK, block_n=2 * BLOCK, block_k=BLOCK // 2, slice=BLOCK // 2, block_h=32,
-    num_warps=1,
+    num_sms=2, ring_tiles=4, group_tiles=1, parts=2, run=2, block_m=BLOCK, block_n=2 * BLOCK, block_k=BLOCK // 2,
+    slice=BLOCK // 2, block_h=32, num_warps=1,
 )
 ALL = Needs()
 

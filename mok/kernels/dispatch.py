@@ -10,7 +10,6 @@ import triton.language as tl
 
 from mok.kernels.signals import peer_address
 
-
 GROUP = tl.constexpr(16)  # rows of a part
 AHEAD = tl.constexpr(5)  # parts on their way while one is stored
 
