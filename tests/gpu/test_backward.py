@@ -16,7 +16,7 @@ sys.path.insert(0, os.path.dirname(__file__))
 from dataclasses import replace
 
 from virtual import DEVICE, Problem, poison, poison_workspace
-from virtual_backward import Group, assert_near, expected, make_d_y
+from virtual_backward import Group, assert_near, expected, make_d_y, many_rows
 
 import mok
 from mok import Tuning
@@ -29,8 +29,8 @@ SIZES = {  # tokens, hidden, width, experts, K, shared width
     "ragged": (777, 2880, 1440, 9, 4, 0),
     "narrow": (513, 128, 96, 5, 3, 160),
     "fine": (2048, 2048, 768, 16, 8, 768),
-    "deep": (700, 7168, 2048, 6, 4, 2048),
 }
+"""Deeper ones are those of models, in test_shapes.py."""
 SMALL = BackwardPlan(ring_tiles=8, group_tiles=2)
 
 
@@ -55,15 +55,6 @@ def test_every_gradient_near_fp64_and_equal_for_every_number_of_ranks(name):
         equal(got, first, ranks)
 
 
-def many_rows() -> tuple[Problem, torch.Tensor]:
-    """One expert of at least 12 tiles; zero, negative and tiny router weights."""
-    problem = Problem(2500, 1024, 768, 12, 4, masked=0.05, shared_width=512)
-    problem.ids_TK[:1500, 0] = 5
-    problem.weights_TK = torch.randn_like(problem.weights_TK)
-    problem.weights_TK[:20], problem.weights_TK[20:30] = 0.0, 1e-8
-    return problem, make_d_y(problem)
-
-
 def test_a_hundred_runs_have_the_same_bits():
     problem, d_y = many_rows()
     group = Group(problem, d_y, 1)
@@ -86,7 +77,7 @@ def test_bits_do_not_depend_on_time(ranks):
 
 KNOBS = [
     dict(ring_tiles=2), dict(ring_tiles=12, group_tiles=3, parts=1), dict(parts=8, num_sms=1), dict(num_sms=7, ring_tiles=16),
-    dict(num_stages=3, block_h=512, run=4), dict(run=3), dict(block_n=128, num_stages=3),
+    dict(num_stages=3, block_h=512, run=4), dict(run=1), dict(run=3), dict(block_n=128, num_stages=3),
     dict(block_n=128, num_warps=4, num_stages=3, programs_per_sm=2), dict(half_tiles=False),
 ]  # fmt: skip
 

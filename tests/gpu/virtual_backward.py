@@ -23,6 +23,15 @@ def make_d_y(problem: Problem, seed: int = 7) -> Tensor:
     return torch.randn(problem.x_TH.shape, generator=g, device=DEVICE).bfloat16()
 
 
+def many_rows() -> tuple[Problem, torch.Tensor]:
+    """One expert of at least 12 tiles; zero, negative and tiny router weights."""
+    problem = Problem(2500, 1024, 768, 12, 4, masked=0.05, shared_width=512)
+    problem.ids_TK[:1500, 0] = 5
+    problem.weights_TK = torch.randn_like(problem.weights_TK)
+    problem.weights_TK[:20], problem.weights_TK[20:30] = 0.0, 1e-8
+    return problem, make_d_y(problem)
+
+
 def _swiglu_gradients(x, d_y, w, gate_w, up_w, down_w, clamp):
     """fp64 gradients of w * expert(x): d_x, d_w, and of the three weights; gate, up, h and d_gate, d_up, w h rounded as the layer does."""
     rounded = lambda t: t.bfloat16().double()  # noqa: E731
