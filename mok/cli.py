@@ -165,6 +165,22 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 
 
 @app.command(context_settings=PASS_ON)
+def bench(context: typer.Context) -> None:
+    """Measure layers, their parts and what they are compared with. `mok bench --help` lists suites and options."""
+    from mok.bench import suites
+
+    raise typer.Exit(suites.main(context.args))
+
+
+@app.command(context_settings=PASS_ON)
+def tune(context: typer.Context) -> None:
+    """Choose how the kernels cut their work for a shape, and keep it. `mok tune --help` lists the options."""
+    from mok import tune as choices
+
+    raise typer.Exit(choices.main(context.args))
+
+
+@app.command(context_settings=PASS_ON)
 def trace(context: typer.Context) -> None:
     """Show what every multiprocessor did when, during a forward and a backward. `mok trace --help` lists the options."""
     from mok import trace as timelines

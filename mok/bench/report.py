@@ -50,15 +50,17 @@ def version(package: str) -> str:
         return ""
 
 
-def document(rows: Sequence[dict[str, Any]], of_commit: str = "") -> dict[str, Any]:
+def document(rows: Sequence[dict[str, Any]], of_commit: str = "", missing: dict[str, str] | None = None) -> dict[str, Any]:
+    """missing: what was not measured, and why."""
     return dict(
         machine=machine(), torch=torch.__version__, triton=version("triton"), commit=of_commit or commit(),
         sources_sha256=sources_sha256(), date=datetime.date.today().isoformat(), rows=list(rows),
+        **({"missing": missing} if missing else {}),
     )  # fmt: skip
 
 
-def write(path: str | Path, rows: Sequence[dict[str, Any]], of_commit: str = "") -> None:
-    Path(path).write_text(json.dumps(document(rows, of_commit), indent=1) + "\n")
+def write(path: str | Path, rows: Sequence[dict[str, Any]], of_commit: str = "", missing: dict[str, str] | None = None) -> None:
+    Path(path).write_text(json.dumps(document(rows, of_commit, missing), indent=1) + "\n")
 
 
 def headline() -> str:

@@ -35,10 +35,12 @@ def medians(
     round_of: int = 10,
     align: Callable[[], object] | None = None,
 ) -> dict[str, float]:
-    """Milliseconds of each, taken in turns of `round_of`: between CUDA events where there is a GPU, else by the host's clock.
+    """Milliseconds of each, taken in turns of `round_of`, at most `repeats`: between CUDA events where there is a GPU, else by the host's
+    clock.
 
     align: called before every turn; ranks meet there.
     """
+    round_of = max(min(round_of, repeats), 1)
     cuda = torch.cuda.is_available()
     settle = torch.cuda.synchronize if cuda else lambda: None
     for run in contestants.values():

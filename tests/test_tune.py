@@ -1,0 +1,214 @@
+"""`mok tune`: what is tried, what is chosen, where it is kept and who finds it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from mok import cli, tune
+from mok.bench.layers import CpuLayer
+from mok.tune import Key, find, invalid, read, search, store, tuned, two_waves, values_of
+
+KEY = Key("NVIDIA H200", 8192, 2048, 768, 128, 8)
+SMS = 132
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_the_heuristic():
+    assert two_waves(2048, 768, SMS) == 19, "the example"
+    assert two_waves(7168, 2048, SMS) == 8 and two_waves(4096, 14336, SMS) == 8, "not less"
+    assert two_waves(256, 128, SMS) == 32, "not more"
+    assert tuned(dataclasses.replace(KEY, gpu="another"), SMS) == tune.Choice({"minibatch_tiles": 19}, {}, "heuristic")
+
+
+def test_the_fields_and_defaults_are_the_plans():
+    pytest.importorskip("triton")
+    from mok.kernels.launch import ForwardPlan
+    from mok.kernels.launch_backward import BackwardPlan
+
+    for direction, plan in (("forward", ForwardPlan()), ("backward", BackwardPlan())):
+        for field, values in tune.FIELDS[direction].items():
+            assert getattr(plan, field) == tune.DEFAULTS[direction][field] and getattr(plan, field) in values
+    shipped = read(tune.SHIPPED)
+    assert shipped["defaults"] == {"NVIDIA H200": tune.DEFAULTS}, "the one set of defaults measured so far"
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    assert tune.SHIPPED.name in project["tool"]["setuptools"]["package-data"]["mok"]
+
+
+def test_what_is_tried():
+    assert values_of("forward", "minibatch_tiles", KEY, SMS) == [8, 12, 16, 20, 24, 32]
+    assert values_of("backward", "group_tiles", KEY, SMS) == [0, 88, 352], "two and eight waves of 3 tasks a tile"
+    assert values_of("backward", "run", KEY, SMS) == [0, 1, 2] and "is what 0 means here" in invalid("run", 4, KEY, SMS)
+    assert values_of("backward", "run", dataclasses.replace(KEY, E=8), SMS) == [0, 2, 4]
+    narrow = dataclasses.replace(KEY, H=512, E=8)
+    assert narrow.most_tiles == 520 and values_of("backward", "run", narrow, SMS) == [0, 2]
+    assert "is wider than H=512" in invalid("run", 4, narrow, SMS)
+    few = dataclasses.replace(KEY, T=128, E=4)
+    assert few.most_tiles == 12 and values_of("forward", "minibatch_tiles", few, SMS) == [8, 12]
+    assert values_of("backward", "group_tiles", few, SMS) == [0] and "as without a limit" in invalid("group_tiles", 12, few, SMS)
+    full = dataclasses.replace(KEY, E=4)
+    assert values_of("forward", "half_tiles", full, SMS) == [True] and values_of("forward", "half_tiles", KEY, SMS) == [True, False]
+    cpu = [field for direction in tune.FIELDS for field in tune.FIELDS[direction] if values_of(direction, field, KEY, 0)]
+    assert cpu == ["minibatch_tiles"]
+
+
+def run_search(times, direction="forward", bad=()):
+    """times: the milliseconds of a plan. -> (choice, milliseconds, plans checked, lines)."""
+    checked, lines = [], []
+
+    def check(plan):
+        checked.append(dict(plan))
+        return "wrong bits" if any(plan[field] == value for field, value in bad) else ""
+
+    best, ms = search(direction, KEY, SMS, check, lambda plans: {label: times(plan) for label, plan in plans.items()}, lines.append)
+    return best, ms, checked, lines
+
+
+def test_the_search_takes_what_is_faster_by_more_than_the_margin():
+    cost = {8: 1.0, 12: 0.9, 16: 1.0, 20: 0.89, 24: 0.95, 32: 1.0}
+    best, ms, checked, _ = run_search(lambda plan: cost[plan["minibatch_tiles"]] * {2: 0.985, 4: 1, 8: 1.1}[plan["parts"]])
+    assert best == {"minibatch_tiles": 20, "parts": 4, "half_tiles": True} and ms == [1.0, 0.89], "1.5 % for 2 parts is noise"
+    assert all(plan["minibatch_tiles"] == 20 for plan in checked if plan["parts"] != 4), "the best so far goes on"
+    assert len(checked) == 1 + 5 + 2 + 1
+    best, ms, *_ = run_search(lambda plan: 1.0)
+    assert best == tune.DEFAULTS["forward"] and ms == [0.0, 0.0]
+
+
+def test_the_search_never_takes_a_wrong_candidate():
+    best, _, _, lines = run_search(lambda plan: 1.0 / plan["parts"], bad=[("parts", 8)])
+    assert best["parts"] == 4 and "forward parts=8: wrong bits" in lines
+    with pytest.raises(ValueError, match="wrong bits"):
+        run_search(lambda plan: 1.0, bad=[("parts", 4)])
+
+
+def test_the_search_takes_back_what_does_not_add_up():
+    turns = iter([1.0, 0.9, 1.0, 1.0, 1.0, 1.0] + [1.0] * 5 + [1.0] * 2)  # 8 tiles seem faster, and are not against the default
+
+    best, _, _, _ = run_search(lambda plan: next(turns, 1.0))
+    assert best == tune.DEFAULTS["forward"]
+
+
+def test_the_file(tmp_path):
+    path = tmp_path / "folder" / "tuned.json"
+    entry = {"forward": {"minibatch_tiles": 24}, "backward": {"run": 2}, "ms": {}}
+    store(path, KEY, {**entry, "forward": {}})
+    store(path, KEY, entry)
+    store(path, dataclasses.replace(KEY, T=2048), entry)
+    found = read(path)["entries"]
+    assert len(found) == 2 and find(found, KEY) == {"key": vars(KEY), **entry}
+    assert [file.name for file in path.parent.iterdir()] == ["tuned.json"], "no part of a file stays"
+    for change, T in ((dict(T=9000), 8192), (dict(T=3000), 2048), (dict(T=4096), 2048), (dict(T=1024), 2048)):
+        near = find(found, dataclasses.replace(KEY, **change))
+        assert near is not None and (near["key"]["T"] == T or change["T"] == 4096)
+    for change in (dict(T=1000), dict(T=16385), dict(H=4096), dict(gpu="B200"), dict(ep=2), dict(precision="mxfp8"), dict(K=6), dict(E=64)):
+        assert find(found, dataclasses.replace(KEY, **change)) is None
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 2, "entries": []}', '{"format": 1, "entries": [{}]}'])
+def test_a_file_that_cannot_be_used_is_named_and_harmless(content):
+    path = tune.cache_file()
+    path.parent.mkdir()
+    path.write_text(content)
+    with pytest.warns(UserWarning, match=r"tuned\.json is not used"):
+        assert tuned(KEY, SMS).source == "defaults"
+
+
+def test_who_is_asked_first(monkeypatch, tmp_path):
+    assert tuned(KEY, SMS) == tune.Choice(**tune.DEFAULTS, source="defaults")
+    shipped = tmp_path / "shipped.json"
+    shipped.write_text(tune.SHIPPED.read_text())
+    monkeypatch.setattr(tune, "SHIPPED", shipped)
+    store(shipped, KEY, {"forward": {"parts": 2}, "backward": {}})
+    assert tuned(KEY, SMS) == tune.Choice({"parts": 2}, {}, "shipped")
+    assert read(shipped)["defaults"], "they stay"
+    store(tune.cache_file(), KEY, {"forward": {"parts": 8}, "backward": {"run": 4}})
+    assert tuned(KEY, SMS) == tune.Choice({"parts": 8}, {"run": 4}, "tuned")
+
+
+def test_the_command_on_this_machine(tmp_path):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    result = CliRunner().invoke(cli.app, ["tune", "--repeats", "1", "--shapes", "tiny,128x32x48x4x4"])
+    torch.set_num_threads(threads)
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "mok" / "tuned.json").read_text())
+    assert [entry["key"]["T"] for entry in written["entries"]] == [128, 96]
+    for entry in written["entries"]:
+        assert entry["key"]["gpu"] == "cpu" and set(entry["forward"]) == {"minibatch_tiles"} and entry["backward"] == {}
+        assert tuned(Key(**entry["key"]), 0).forward == entry["forward"]
+    assert "written to" in result.output and "T96 H32 I48 E8 K2" in result.output
+
+
+def test_a_candidate_with_other_bits_is_refused(monkeypatch):
+    real = CpuLayer.forward
+
+    def forward(self, batch, keep=False, changes=None):
+        out, kept = real(self, batch, keep, changes)
+        return (out + 1 if (changes or {}).get("minibatch_tiles") == 8 else out), kept
+
+    monkeypatch.setattr(CpuLayer, "forward", forward)
+    lines = []
+    entry = tune.tune(Key("cpu", 96, 32, 48, 8, 2), torch.device("cpu"), 0, 1, ["forward"], lines.append)
+    assert entry["forward"] == {"minibatch_tiles": 16}
+    assert any("minibatch_tiles=8: not the bits of the default plan: out differs" in line for line in lines)
+
+
+def test_rank_0_decides(monkeypatch):
+    """Two ranks whose clocks disagree come to the same plan, that of rank 0."""
+    of_rank = threading.local()
+    box, meet = {}, threading.Barrier(2, timeout=20)
+
+    class Stub:
+        def __init__(self, *_):
+            pass
+
+        def check(self, *_):
+            return ""
+
+        def time(self, direction, plans):
+            fastest = {0: 20, 1: 32}[of_rank.number]
+            return {label: 0.5 if plan.get("minibatch_tiles") == fastest else 1.0 for label, plan in plans.items()}
+
+    def broadcast(values, source):
+        if of_rank.number == source:
+            box["values"] = list(values)
+        meet.wait()
+        values[:] = box["values"]
+        meet.wait()
+
+    monkeypatch.setattr(tune, "Measured", Stub)
+    monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
+    chosen = {}
+
+    def work(number):
+        of_rank.number = number
+        key = dataclasses.replace(KEY, ep=2)
+        chosen[number] = tune.tune(key, torch.device("cpu"), SMS, 1, ["forward"], lambda line: None)["forward"]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert chosen[0] == chosen[1] and chosen[0]["minibatch_tiles"] == 20
+
+
+def test_what_the_command_refuses():
+    for argument, message in (
+        ("--shapes=huge", "--shapes=huge: must be some of"),
+        ("--directions=up", "--directions=up: must be some of forward,backward"),
+    ):
+        result = CliRunner().invoke(cli.app, ["tune", argument])
+        assert result.exit_code == 2 and message in result.output
