@@ -47,7 +47,7 @@ class Kind(NamedTuple):
 SHARED = Kind("shared experts", "shared experts", "shared h")
 KINDS = {
     "forward": {
-        "pull": Kind("dispatch", "dispatch", "x_free"),
+        "pull": Kind("dispatch", "dispatch", "a free place"),
         "up": Kind("up", "up", "x_ready"),
         "down": Kind("down", "combine", "h_ready"),
         "shared up": SHARED,
@@ -55,7 +55,7 @@ KINDS = {
         "nothing": Kind("between tasks", "between tasks", "between tasks"),
     },
     "backward": {
-        "pull": Kind("dispatch", "dispatch", "x_free"),
+        "pull": Kind("dispatch", "dispatch", "a free place"),
         "gate up": Kind("gate and up again", "gate and up again", "x_ready"),
         "hidden": Kind("hidden", "hidden", "x_ready or gate_ready"),
         "d_x": Kind("d_x", "combine", "d_gate_ready"),

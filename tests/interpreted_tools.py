@@ -10,7 +10,7 @@ import dataclasses
 import sys
 
 # isort: off
-from interpreted_cases import BLOCK, CPU, PLAN, Problem, make_schedules, shared  # sets TRITON_INTERPRET before it imports triton
+from interpreted_cases import BLOCK, CPU, PLAN, Problem, assert_close, make_schedules, shared  # before triton: sets TRITON_INTERPRET
 from interpreted_backward import PLAN as BACKWARD, make_d_y, make_workspaces
 
 # isort: on
@@ -18,8 +18,10 @@ import torch
 from interpret import run_cases, run_concurrently
 
 from mok import trace
+from mok.bench.overlap import VARIANTS, prepare
 from mok.kernels import groups, launch, launch_backward
 from mok.kernels.backward import backward_kernel
+from mok.kernels.combine import combine
 from mok.kernels.forward import forward_kernel
 
 FORWARD = dataclasses.replace(PLAN, trace=True)
@@ -86,6 +88,41 @@ def case_backward_trace():
     assert torch.equal(line.expert[routed], rows.tile_expert[line.tile[routed]].long())
     assert set(line.part[torch.tensor([name == "d_weight" for name in line.kind])].tolist()) == {0, 1, 2}
     assert trace.shares(line)["tail"] == 0  # the interpreter's clock stands still
+
+
+def case_overlap():
+    """What is left out is not done, everything else is, with a ring smaller than the rows and half tiles; and the kernel ends."""
+    problem = Problem(5, 12, 32, 24, 5, 2, masked=0.0)
+    plan = dataclasses.replace(PLAN, parts=2, minibatch_tiles=1, ring_tiles=3)
+    experts = (problem.gate_EIH, problem.up_EIH, problem.down_EHI)
+    outs = {}
+    for name, left_out in VARIANTS.items():
+        (workspace,) = make_workspaces(problem, 1, 60.0)
+        (rows,) = make_schedules(problem, [workspace])
+        tiles = int(rows.num_tokens) // BLOCK
+        assert tiles > plan.ring_tiles
+        made = prepare(workspace, rows, problem.x_TH, experts, plan, left_out)
+        share(workspace)
+        x_ring, h_ring = (workspace.scratch[ring] for ring in ("x_ring", "h_ring"))
+        x_ring.fill_(2.0)
+        for value in made.arguments.values():
+            if isinstance(value, torch.Tensor):
+                value.share_memory_()
+        for _ in range(2 if name == "alone" else 1):  # again: what a launch uses up is put back
+            made.arguments["signals_ptr"].copy_(made.signals)
+            run_concurrently(forward_kernel, 2, [made.arguments])
+        workspace.check()
+        slots = workspace.memory.own["combine"]
+        assert (x_ring == 2.0).all() == ("dispatch" in left_out), name
+        assert h_ring.isnan().all() == ("experts" in left_out), name
+        assert slots.isnan().all() == ("combine" in left_out), name
+        outs[name] = slots.clone()
+        taken = int(made.arguments["signals_ptr"][0])
+        assert taken >= int(made.arguments["tasks_ptr"][0])
+    assert torch.isfinite(outs["full"]).all() and not outs["moving"].any()
+    out = combine(outs["full"], problem.ids_TK, problem.weights_TK, problem.experts, None)
+    assert_close(out, problem.expected())
+    assert not torch.equal(outs["no dispatch"], outs["full"])
 
 
 if __name__ == "__main__":

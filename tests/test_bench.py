@@ -7,13 +7,16 @@ import os
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from mok import reference
-from mok.bench import baselines, checks, comm, ep, ranks, report, timing
+from mok import executor, reference
+from mok.bench import baselines, checks, comm, ep, layer, layers, overlap, ranks, report, rivals, shapes, suites, timing
+from mok.config import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -24,16 +27,267 @@ def run(*line: str, timeout: float = 150.0, **environment: str) -> subprocess.Co
     )
 
 
-def test_layers_over_two_ranks(tmp_path):
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_layers_over_two_ranks(tmp_path, capsys):
     """All checks of the suite itself: near the definition, repeated bits, the bits of one rank, and both exchanging baselines."""
     out = tmp_path / "rows.json"
-    result = run("benchmarks/ep.py", "--ranks", "2", "--repeats", "1", "--limit", "120", "--out", str(out))
-    assert result.returncode == 0, result.stderr[-3000:]
+    assert suites.main(["ep", "--ranks", "2", "--repeats", "1", "--limit", "120", "--out", str(out)]) == 0
     written = json.loads(out.read_text())
     assert written["machine"] == "cpu" and written["sources_sha256"] == report.sources_sha256()
     assert [row["direction"] for row in written["rows"]] == ["fwd", "bwd"]
     for row in written["rows"]:
         assert row["suite"] == "ep" and row["ep"] == 2 and row["ms"] > 0 and set(row["baselines"]) == {"nccl", "nccl padded"}
+    assert "best other" in capsys.readouterr().out
+
+
+# ---- mok bench ----
+
+
+def test_the_suite_layer(one_thread, tmp_path, capsys):
+    assert suites.main(["layer", "--repeats", "1", "--json", "--plot", str(tmp_path / "a.png"), "--out", str(tmp_path / "a.json")]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made == json.loads((tmp_path / "a.json").read_text()) and (tmp_path / "a.png").stat().st_size > 10_000
+    rows = made["rows"]
+    assert [row["direction"] for row in rows] == ["fwd", "bwd", "memory"]
+    assert all(row["suite"] == "layer" and row["shape"] == "tiny" and "torch gather" in row["baselines"] for row in rows)
+    assert set(made["missing"]) == {"liger fused_moe", "sonic-moe", "DeepGEMM products", "DeepEP + torch"}
+    assert "not importable" in made["missing"]["sonic-moe"]
+
+
+def test_the_suite_minibatch_marks_the_heuristic(one_thread, tmp_path, capsys):
+    assert suites.main(["minibatch", "--repeats", "1", "--plot", str(tmp_path / "a.png"), "--out", str(tmp_path / "a.json")]) == 0
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert [row["minibatch_tiles"] for row in rows if row["two_waves"]] == [8] and len(rows) > 4
+    assert "two_waves" in capsys.readouterr().out and (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_the_suite_schedule(one_thread, tmp_path):
+    assert suites.main(["schedule", "--repeats", "1", "--plot", str(tmp_path / "a.png"), "--out", str(tmp_path / "a.json")]) == 0
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert {row["vary"] for row in rows} == set("TKER") and max(row["R"] for row in rows) == 64
+    for row in rows:  # a balanced load, and a tile for every expert at most
+        share = row["T"] * row["K"]
+        assert 0.7 * share <= row["rows"] <= 1.3 * share + 128 * -(-row["E"] // row["R"]), row
+
+
+def test_the_suite_scaling(one_thread, tmp_path, capsys):
+    assert suites.main(["scaling", "--repeats", "1", "--plot", str(tmp_path / "a.png"), "--out", str(tmp_path / "a.json")]) == 0
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert {(row["suite"], row["T"]) for row in rows} == {("scaling", 32), ("scaling", 256)}
+    assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("tiny")]) == 2
+
+
+def test_a_suite_ends_at_its_limit(capsys):
+    assert suites.main(["scaling", "--limit", "1e-9"]) == 1
+    assert "not measured: tiny, T=32: left out: the suite's 1e-09 seconds were over" in capsys.readouterr().out
+
+
+def test_a_wrong_layer_has_no_speed(one_thread, monkeypatch, capsys):
+    monkeypatch.setattr(layers.CpuLayer, "forward", lambda self, batch, keep=False, changes=None: (batch.x_TH.clone(), None))
+    assert suites.main(["layer", "--repeats", "1"]) == 1
+    assert "not measured: tiny: AssertionError: relative error" in capsys.readouterr().out
+
+
+def test_what_a_suite_refuses(capsys):
+    for arguments, message in (
+        (["layer", "--shapes", "huge"], "--shapes=huge: must be some of tiny, PRESET/RANKS"),
+        (["layer", "--parts", "pull"], "--parts: the suite layer has no such option"),
+        (["scaling", "--ranks", "2"], "--ranks=2: the suite scaling runs on one device"),
+        (["everything"], "invalid choice: 'everything'"),
+    ):
+        with pytest.raises(SystemExit) as error:
+            suites.main(arguments)
+        assert error.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_suite_of_ranks_gets_its_options(monkeypatch, capsys):
+    """--shapes is no option of comm; others go on as they are; the exit code and what was written come back."""
+    lines = []
+
+    def run(command, stdout):
+        lines.append(command)
+        assert stdout == 2
+        if "mok.bench.comm" in command:
+            report.write(command[command.index("--out") + 1], [dict(variant="ld", share=1.0, gbs={"4": 100.5, "8": 180.0})])
+            return subprocess.CompletedProcess(command, 0)
+        return subprocess.CompletedProcess(command, 7)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(report, "_git", lambda *_: "")
+    assert suites.main(["comm", "--ranks", "2", "--shapes", "x", "--parts", "pull"]) == 0
+    assert "180" in capsys.readouterr().out
+    assert suites.main(["overlap", "--ranks", "4", "--shapes", "fine", "--limit", "9"]) == 7
+    comm_line, overlap_line = ([*line[1:3], *line[5:]] for line in lines)
+    assert comm_line == ["-m", "mok.bench.comm", "--parts", "pull", "--ranks", "2"]
+    assert overlap_line == ["-m", "mok.bench.overlap", "--ranks", "4", "--shapes", "fine", "--limit", "9.0"]
+
+
+def test_shapes():
+    of_8, of_64 = shapes.slices(8), shapes.slices(64)
+    assert of_8["deepseek-v3/8"] == shapes.Shape(4096, 7168, 2048, 32, 8) and "deepseek-v3.1/8" not in of_8
+    assert of_64["glm-4.5/64"].E == 3 and of_64["olmoe-1b-7b/64"].E == 1
+    assert "mixtral-8x7b/8" in of_8 and not any(name.startswith("mixtral") for name in of_64)
+    sizes = {preset["hidden_size"]: preset["intermediate_size"] for preset in PRESETS.values()}
+    assert {shape.H for shape in of_8.values()} == set(sizes), "every preset has a slice"
+    chosen = shapes.choose("fine,kimi-k2/16,64x32x48x8x2", shapes.ONE_GPU)
+    assert list(chosen.values()) == [shapes.ONE_GPU["fine"], (4096, 7168, 2048, 24, 8), (64, 32, 48, 8, 2)]
+    for name in ("huge", "kimi-k2/0", "gpt/8", "64x32"):
+        with pytest.raises(ValueError, match=f"--shapes={name}: must be some of fine"):
+            shapes.choose(name, {"fine": shapes.ONE_GPU["fine"]})
+    batch = layers.make_batch(shapes.Shape(8, 4, 4, 2, 6), 0, 0, torch.device("cpu"))
+    assert batch.ids_TK.shape == (8, 6) and set(batch.ids_TK.unique().tolist()) == {0, 1}
+
+
+def test_the_scripts(one_thread, tmp_path, capsys):
+    out = str(tmp_path / "a.json")
+    assert layer.forward_main(shapes.TINY, ["--forward", "--shared", "--repeats", "1", "--commit", "abc", "--out", out]) == 0
+    written = json.loads((tmp_path / "a.json").read_text())
+    assert written["commit"] == "abc" and [row["direction"] for row in written["rows"]] == ["fwd"]
+    assert "with one shared expert" in capsys.readouterr().out
+    plans = json.dumps({"one": {"minibatch_tiles": 1}, "odd": {"minibatch_tiles": 0}})
+    assert layer.backward_main(shapes.TINY, ["--repeats", "1", "--plans", plans, "--out", out]) == 0
+    assert [row["direction"] for row in json.loads((tmp_path / "a.json").read_text())["rows"]] == ["bwd"]
+    said = capsys.readouterr().out
+    assert "; one " in said and "; odd: " in said, "a plan that fails is named, and the others are timed"
+
+
+def test_overlap_leaves_out_one_step_after_the_other(one_thread, tmp_path, monkeypatch):
+    calls = []
+    for name in ("dispatch", "push", "combine", "_segments"):
+        real = getattr(executor, name)
+        monkeypatch.setattr(executor, name, lambda *given, name=name, real=real, **more: (calls.append(name), real(*given, **more))[1])
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        row, problem = overlap.measure_shape("tiny", shapes.TINY["tiny"], torch.device("cpu"), 1)
+    finally:
+        dist.destroy_process_group()
+    assert problem == "" and set(row["without"]) == {"no dispatch", "no combine", "moving", "alone"}
+    assert row["exposed_ms"] == pytest.approx(row["ms"] - row["without"]["alone"], abs=1e-3)
+    assert "experts alone" in overlap.line_of(row)
+    batch = layers.make_batch(shapes.TINY["tiny"], 0, 0, torch.device("cpu"))
+    variants = overlap.OnCpu(layers.CpuLayer(96, 8, 2, layers.make_experts(shapes.TINY["tiny"], torch.device("cpu")), None, 1.0), batch)
+    of = {"dispatch": {"dispatch"}, "combine": {"push", "combine"}, "experts": {"_segments"}}
+    for name, left_out in overlap.VARIANTS.items():
+        calls.clear()
+        variants.run(name)
+        assert set(calls) == {"dispatch", "push", "combine", "_segments"} - {step for part in left_out for step in of[part]}, name
+
+
+def in_place_of(monkeypatch, name: str, **content: object) -> None:
+    """A stand-in for a library that is not installed."""
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        partial = ".".join(parts[:count])
+        if partial not in sys.modules:
+            monkeypatch.setitem(sys.modules, partial, types.ModuleType(partial))
+    for key, value in content.items():
+        setattr(sys.modules[name], key, value)
+
+
+def plain_layer(x, both, down, ids, weights):
+    """[E, 2I, H], [E, H, I], differentiable."""
+    gate, up = both.chunk(2, 1)
+    return reference.moe(x.float(), ids.long(), weights, gate.float(), up.float(), down.float()).to(x.dtype)
+
+
+def test_other_libraries_layers_are_called_as_they_want(monkeypatch):
+    x, ids, w, d_y, experts = problem()
+
+    class Liger:
+        @staticmethod
+        def apply(x, gate_up_proj, down_proj, top_k_index, top_k_weights):
+            assert top_k_index.dtype == torch.int32
+            return plain_layer(x, gate_up_proj, down_proj, top_k_index, top_k_weights)
+
+    def sonic(x, scores, tokens, choices, w1, b1, w2, b2, E, stream, activation, is_inference_mode_enabled=False, concat_layout=False):
+        assert concat_layout and (tokens.diff() >= 0).all() and activation == "swiglu" and (b1, b2) == (None, None)
+        assert w1.shape == (48, 32, 5) and w2.shape == (32, 24, 5) and E == 5
+        top_k = len(tokens) // len(x)
+        return plain_layer(x, w1.permute(2, 0, 1), w2.permute(2, 0, 1), choices.view(-1, top_k), scores.view(-1, top_k)), None
+
+    in_place_of(monkeypatch, "liger_kernel.ops.fused_moe", LigerFusedMoEFunction=Liger)
+    in_place_of(monkeypatch, "sonicmoe", moe_general_routing_inputs=sonic)
+    in_place_of(monkeypatch, "sonicmoe.enums", ActivationType=types.SimpleNamespace(SWIGLU="swiglu"))
+    products = []
+
+    def deepgemm(a, b, d, m_indices):
+        assert len(m_indices) % 128 == 0 and a.shape[0] == d.shape[0] == len(m_indices) and b.shape[1:] == (d.shape[1], a.shape[1])
+        assert torch.bincount(m_indices, minlength=5).tolist() == [-(-int(count) // 128) * 128 for count in torch.bincount(ids.flatten())]
+        products.append(d)
+
+    in_place_of(monkeypatch, "deep_gemm", m_grouped_bf16_gemm_nt_contiguous=deepgemm)
+    layers_, more, missing = rivals.one_gpu(experts, ids)
+    assert [rival.name for rival in layers_] == ["liger fused_moe", "sonic-moe"] and list(more) == ["DeepGEMM products"]
+    assert set(missing) == {"DeepEP + torch"}
+    more["DeepGEMM products"]()
+    assert len(products) == 2
+    baseline = baselines.TorchLayer(*experts)
+    want, gradients = baseline(x, ids, w).detach(), baseline.step(x, ids, w, d_y)
+    for rival in layers_:
+        assert checks.relative_error(rival(x, ids, w).detach(), want) < 2e-2
+        for got, expected in zip(rival.step(x, ids, w, d_y), gradients, strict=True):
+            assert checks.relative_error(got, expected) < 3e-2
+
+
+def test_deepep_is_called_as_it_wants(monkeypatch, tmp_path):
+    """One rank: every token arrives once, with its choices; slots of other ranks' experts are -1."""
+    x, ids, w, d_y, experts = problem()
+
+    class Config:
+        def get_nvl_buffer_size_hint(self, row, ranks):
+            assert row == 2 * 32 and ranks == 1
+            return 1000
+
+    class Buffer:
+        get_dispatch_config = get_combine_config = staticmethod(lambda ranks: Config())
+
+        def __init__(self, group, num_nvl_bytes, num_rdma_bytes):
+            assert num_nvl_bytes == 1000 and num_rdma_bytes == 0
+
+        def get_dispatch_layout(self, topk_idx, num_experts):
+            assert topk_idx.dtype == torch.int64 and num_experts == 5
+            return "per rank", None, "per expert", "in rank", None
+
+        def dispatch(self, x, handle=None, **given):
+            if handle is not None:
+                return x, None, None, None, handle, None
+            assert (given["num_tokens_per_rank"], given["num_tokens_per_expert"], given["is_token_in_rank"]) == (
+                "per rank", "per expert", "in rank"
+            )  # fmt: skip
+            chosen = given["topk_idx"]
+            counts = torch.bincount(chosen[chosen >= 0].flatten(), minlength=5).tolist()
+            return x.clone(), chosen.clone(), given["topk_weights"].clone(), counts, "handle", None
+
+        def combine(self, x, handle, topk_weights=None):
+            assert handle == "handle" and x.is_contiguous()
+            return x, topk_weights, None
+
+    assert rivals.several_gpus(experts)[1] == {"DeepEP + torch": "not importable (ModuleNotFoundError: No module named 'deep_ep')"}
+    in_place_of(monkeypatch, "deep_ep", Buffer=Buffer)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        (rival,), missing = rivals.several_gpus(experts)
+        baseline = baselines.TorchLayer(*experts)
+        assert not missing and checks.relative_error(rival(x, ids, w).detach(), baseline(x, ids, w).detach()) < 2e-2
+        for got, expected in zip(rival.step(x, ids, w, d_y), baseline.step(x, ids, w, d_y), strict=True):
+            assert checks.relative_error(got, expected) < 3e-2
+        ids[3, 1] = -1  # of another rank
+        without = rival(x, ids, w).detach()
+        w[3, 1] = 0
+        ids[3, 1] = 0
+        assert checks.relative_error(without, baseline(x, ids, w).detach()) < 2e-2
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- what they are made of ----
 
 
 def test_ranks_end_at_the_limit(capfd):

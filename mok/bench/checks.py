@@ -42,12 +42,16 @@ def _expert(x_NH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> Te
     return (silu(x_NH @ gate_IH.T) * (x_NH @ up_IH.T)) @ down_HI.T
 
 
-def forward_error(out_TH: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Experts, count: int = 32) -> float:
-    """The largest relative error of a token's output, over `count` evenly spaced tokens."""
+def forward_error(
+    out_TH: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Experts, count: int = 32, shared: Experts | None = None
+) -> float:
+    """The largest relative error of a token's output, over `count` evenly spaced tokens. shared: gate and up [S, H], down [H, S]."""
     worst = 0.0
     gate_EIH, up_EIH, down_EHI = experts
     for t in _sample(x_TH.shape[0], count):
         want = torch.zeros(x_TH.shape[1], device=x_TH.device)
+        if shared is not None:
+            want += swiglu(x_TH[t : t + 1], *shared)[0]
         for e, w in zip(ids_TK[t].tolist(), weights_TK[t].tolist(), strict=True):
             want += w * swiglu(x_TH[t : t + 1], gate_EIH[e], up_EIH[e], down_EHI[e])[0]
         worst = max(worst, relative_error(out_TH[t], want))

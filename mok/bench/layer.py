@@ -1,0 +1,322 @@
+"""Whole layers on one device: schedule, publish, kernel and combine, forward, backward and memory, against torch, other libraries and the
+same products as dense ones, in one process.
+
+A shape is checked before it is timed: near the definition (`mok.reference`, fp32), near torch's gradients, and the same bits twice. Times
+are medians, the contestants taking turns and the inputs rotating. TFLOP/s = 6 T K H I / time, or 12 in the backward. Torch's backward is a
+step minus its forward. Memory is the allocator's peak over a forward and a backward, beyond weights, inputs and dY.
+
+Legend: T tokens, H hidden, I intermediate, E experts, K choices per token, S width of the shared experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mok.bench import checks, report, rivals
+from mok.bench.baselines import TorchLayer, dense_products
+from mok.bench.layers import NAMES, Batch, Changes, Turns, default_device, layer_class, make_batch, make_experts
+from mok.bench.shapes import TINY, Shape, choose
+from mok.bench.timing import medians
+
+FORWARD_LIMIT = 1e-2
+INPUT_SETS = 3
+Row = dict[str, Any]
+
+
+class OneDevice:
+    """A shape: experts, rotating inputs, the layer."""
+
+    def __init__(self, shape: Shape, device: torch.device, saved: float = 1.0, shared_width: int = 0) -> None:
+        self.shape, self.device, self.saved, self.turns = shape, device, saved, Turns(INPUT_SETS)
+        self.experts = make_experts(shape, device)
+        shared = None
+        if shared_width:
+            of_one = make_experts(shape._replace(I=shared_width, E=1), device)
+            shared = (of_one[0][0], of_one[1][0], of_one[2][0])
+        self.shared = shared
+        self.inputs = [make_batch(shape, 0, turn, device) for turn in range(INPUT_SETS)]
+        self.layer = self.make_layer()
+
+    def make_layer(self) -> Any:
+        return layer_class(self.device)(self.shape.T, self.shape.E, self.shape.K, self.experts, None, self.saved, self.shared)
+
+    def _equal(self, got: Sequence[Tensor], want: Sequence[Tensor], names: Sequence[str], what: str) -> None:
+        if difference := checks.first_difference(got, want, names):
+            raise AssertionError(f"{what}: {difference}")
+
+    def check_forward(self, plans: dict[str, Changes]) -> float:
+        """The largest relative error of a token's output. Every plan must give the same bits, the default one twice.
+
+        Raises:
+            AssertionError: it does not, or the error is too large.
+        """
+        batch = self.inputs[0]
+        self.layer.poison()
+        first = self.layer.forward(batch)[0]
+        for label, changes in {"a second run": {}, **plans}.items():
+            self.layer.poison()
+            self._equal([self.layer.forward(batch, changes=changes)[0]], [first], ["out"], label)
+        self.layer.finish()
+        error = checks.forward_error(first, *batch[:3], self.experts, shared=self.shared)
+        if not error < FORWARD_LIMIT:
+            raise AssertionError(f"relative error {error:.1e}")
+        return error
+
+    def check_backward(self, plans: dict[str, Changes], torch_layer: TorchLayer) -> float:
+        """The same of gradients, against fp32 for some tokens and one expert, and against torch's for all."""
+        batch = self.inputs[0]
+        kept = self.layer.forward(batch, True)[1]
+        self.layer.poison()
+        first = self.layer.backward(batch, kept)
+        for label, changes in {"a second run": {}, **plans}.items():
+            self.layer.poison()
+            self._equal(self.layer.backward(batch, kept, changes), first, NAMES, label)
+        self.layer.finish()
+        error = checks.token_gradient_error(first[0], first[1], *batch, self.experts)
+        error = max(error, checks.expert_gradient_error([grad[0] for grad in first[2:]], 0, *batch, self.experts))
+        error = max(error, step_error(torch_layer, batch, first))
+        if not error < checks.LIMIT:
+            raise AssertionError(f"relative error {error:.1e}")
+        return error
+
+    def extra_gib(self, rival: TorchLayer | None = None) -> float | None:
+        """GiB that a forward and a backward take beyond weights and inputs, with a layer's own memory; None on the CPU."""
+        if self.device.type != "cuda":
+            return None
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        batch = self.inputs[0]
+        if rival is not None:
+            rival.step(*batch)
+        else:
+            layer = self.make_layer()
+            layer.backward(batch, layer.forward(batch, True)[1])
+        torch.cuda.synchronize()
+        return round((torch.cuda.max_memory_allocated() - before) / 2**30, 2)
+
+
+def step_error(rival: TorchLayer, batch: Batch, gradients: Sequence[Tensor]) -> float:
+    """The largest relative difference between a rival's gradients and these."""
+    d_x, d_weights, d_both, d_down = rival.step(*batch)
+    d_gate, d_up = d_both.chunk(2, dim=1)
+    return max(checks.relative_error(a, b) for a, b in zip(gradients, (d_x, d_weights, d_gate, d_up, d_down), strict=True))
+
+
+def _row(name: str, shape: Shape, direction: str, ms: float, others: dict[str, float], **more: Any) -> Row:
+    """others: milliseconds of those that `ratio` is against, the best of them."""
+    work = (6 if direction == "fwd" else 12) * shape.T * shape.K * shape.H * shape.I * 1e-9
+    return dict(
+        suite="layer", shape=name, **shape._asdict(), ep=1, precision="bf16", direction=direction, ms=round(ms, 4),
+        tflops=round(work / ms, 1), baselines={k: dict(ms=round(v, 4), tflops=round(work / v, 1)) for k, v in others.items()},
+        ratio=round(min(others.values()) / ms, 3), **more,
+    )  # fmt: skip
+
+
+def _line(row: Row, error: float, others: dict[str, float]) -> str:
+    """others: milliseconds of other contestants."""
+    work = row["tflops"] * row["ms"]
+    shape = " ".join(f"{letter}{row[letter]}" for letter in "THIEK")
+    rates = ", ".join(f"{name} {value['tflops']}" for name, value in row["baselines"].items())
+    cublas = f", cuBLAS {row['cublas_tflops']}" if "cublas_tflops" in row else ""
+    extra = "".join(f"; {label} {ms:.3f} ms {work / ms:.0f}" for label, ms in others.items())
+    return (
+        f"{row['shape']:16} {row['direction']} {shape}: {row['ms']:.3f} ms, {row['tflops']} TFLOP/s, {row['ratio']:.2f} x the best of "
+        f"{rates}{cublas}, relative error {error:.1e}{extra}"
+    )  # fmt: skip
+
+
+def forward_row(
+    name: str, problem: OneDevice, contestants: Sequence[TorchLayer], products: dict[str, Callable[[], None]], repeats: int,
+    plans: dict[str, Changes], warmup: int = 8,
+) -> tuple[Row, str]:  # fmt: skip
+    """Check and time the forward -> the row and a line. plans: others than the default one, by label."""
+    shape, turns = problem.shape, problem.turns
+    error = problem.check_forward(plans)
+    columns = [list(column) for column in zip(*problem.inputs, strict=True)]
+    runs: dict[str, Callable[[], object]] = {"mok": turns.of(problem.layer.forward, problem.inputs)}
+    runs |= {label: turns.of(problem.layer.forward, problem.inputs, changes=changes) for label, changes in plans.items()}
+    runs |= {rival.name: turns.of(rival, *columns[:3]) for rival in contestants}
+    runs |= {"cublas": dense_products(shape.T * shape.K, shape.H, shape.I, problem.device), **products}
+    with torch.no_grad():
+        ms = medians(runs, repeats, warmup)
+    problem.layer.finish()
+    work = 6 * shape.T * shape.K * shape.H * shape.I * 1e-9
+    more = {"cublas_tflops": round(work / ms["cublas"], 1)}
+    if products:
+        more["products_tflops"] = {label: round(work / ms[label], 1) for label in products}  # type: ignore[assignment]
+    row = _row(name, shape, "fwd", ms["mok"], {rival.name: ms[rival.name] for rival in contestants}, **more)
+    return row, _line(row, error, {label: ms[label] for label in (*plans, *products)})
+
+
+def backward_row(
+    name: str, problem: OneDevice, contestants: Sequence[TorchLayer], repeats: int, plans: dict[str, Changes], parts: bool = False,
+    warmup: int = 8,
+) -> tuple[Row, str]:  # fmt: skip
+    """The same of the backward. contestants: torch's layer first. parts: time each gradient alone, too (on a GPU)."""
+    layer, turns = problem.layer, problem.turns
+    good, problems = {}, []
+    for label, changes in plans.items():
+        try:
+            problem.check_backward({label: changes}, contestants[0])
+            good[label] = changes
+        except Exception as reason:  # a plan that does not fit this shape
+            problems.append(f"; {label}: {' '.join(str(reason).split())[:200]}")
+    error = problem.check_backward({}, contestants[0])
+    columns = [list(column) for column in zip(*problem.inputs, strict=True)]
+    kept = [layer.forward(batch, True)[1] for batch in problem.inputs]
+    step = " step" if layer.step_for_backward else ""
+    runs: dict[str, Callable[[], object]] = {f"mok{step}": turns.of(layer.backward, problem.inputs, kept)}
+    if step:
+        runs["mok"] = turns.of(layer.forward, problem.inputs)
+    runs |= {label: turns.of(layer.backward, problem.inputs, kept, changes=changes) for label, changes in good.items()}
+    extra = [*good]
+    if parts and not step:
+        from mok.kernels.launch_backward import Needs
+
+        alone = {"d_x": Needs(True, False, False), "d_weights": Needs(False, True, False), "experts": Needs(False, False, True)}
+        for label, needs in alone.items():
+            runs[f"only {label}"] = turns.of(layer.backward, problem.inputs, kept, needs=needs)
+            extra.append(f"only {label}")
+    for rival in contestants:
+        runs[rival.name] = turns.of(rival, *columns[:3])
+        runs[f"{rival.name} step"] = turns.of(rival.step, *columns)
+    with torch.enable_grad():
+        ms = medians(runs, repeats, warmup)
+    layer.finish()
+    for label in [label for label in ms if label.endswith(" step")]:
+        ms[label.removesuffix(" step")] = ms.pop(label) - ms[label.removesuffix(" step")]
+    row = _row(name, problem.shape, "bwd", ms["mok"], {rival.name: ms[rival.name] for rival in contestants}, saved=problem.saved)
+    return row, _line(row, error, {label: ms[label] for label in extra}) + "".join(problems)
+
+
+def memory_row(name: str, problem: OneDevice, contestants: Sequence[TorchLayer]) -> Row:
+    others = {rival.name: dict(gib=problem.extra_gib(rival)) for rival in contestants}
+    return dict(
+        suite="layer", shape=name, **problem.shape._asdict(), ep=1, precision="bf16", direction="memory", gib=problem.extra_gib(),
+        baselines=others, saved=problem.saved,
+    )  # fmt: skip
+
+
+def right_rivals(problem: OneDevice, layers: Sequence[TorchLayer]) -> tuple[list[TorchLayer], dict[str, str]]:
+    """Those that run and are near the layer in output and gradients, and what is wrong with the others."""
+    if not layers:
+        return [], {}
+    good, wrong = [], {}
+    batch = problem.inputs[0]
+    gradients = problem.layer.backward(batch, problem.layer.forward(batch, True)[1])
+    with torch.no_grad():
+        out = problem.layer.forward(batch)[0]
+    for rival in layers:
+        try:
+            error = max(checks.relative_error(rival(*batch[:3]).detach(), out), step_error(rival, batch, gradients))
+            if error < 2 * checks.LIMIT:
+                good.append(rival)
+            else:
+                wrong[rival.name] = f"relative error {error:.1e} at {problem.shape}"
+        except Exception as reason:
+            wrong[rival.name] = f"{type(reason).__name__} at {problem.shape}: {' '.join(str(reason).split())[:160]}"
+    return good, wrong
+
+
+def measure(name: str, shape: Shape, device: torch.device, repeats: int, warmup: int = 3) -> tuple[list[Row], list[str], dict[str, str]]:
+    """Rows for forward, backward and memory, their lines, and what was not measured."""
+    problem = OneDevice(shape, device)
+    baseline = TorchLayer(*problem.experts)
+    others, products, missing = rivals.one_gpu(problem.experts, problem.inputs[0].ids_TK)
+    others, wrong = right_rivals(problem, others)
+    contestants = [baseline, *others]
+    forward, forward_line = forward_row(name, problem, contestants, products, repeats, {}, warmup)
+    backward, backward_line = backward_row(name, problem, contestants, repeats, {}, warmup=warmup)
+    memory = memory_row(name, problem, contestants)
+    if memory["gib"] is not None:
+        backward_line += f"; memory {memory['gib']} GiB, torch {memory['baselines'][baseline.name]['gib']}"
+    return [forward, backward, memory], [forward_line, backward_line], missing | wrong
+
+
+# ---- the scripts benchmarks/layer.py and benchmarks/backward.py ----
+
+
+def _parser(name: str, default_shapes: dict[str, Shape], repeats: int) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=name, description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--shapes", default=",".join(default_shapes))
+    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--commit", default="", help="the commit measured, where there is no git repository")
+    parser.add_argument("--out")
+    return parser
+
+
+def _shapes(parser: argparse.ArgumentParser, names: str, shapes: dict[str, Shape]) -> dict[str, Shape]:
+    try:
+        return choose(names, {**shapes, **TINY})
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _free() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def shared_line(name: str, shape: Shape, device: torch.device, repeats: int) -> str:
+    """One shared expert of the routed width: what it adds, against its own products at the rate that the routed ones reach."""
+    with_shared, routed = OneDevice(shape, device, shared_width=shape.I), OneDevice(shape, device)
+    error = with_shared.check_forward({})
+    runs = {label: p.turns.of(p.layer.forward, p.inputs) for label, p in (("routed", routed), ("with shared", with_shared))}
+    with torch.no_grad():
+        ms = medians(runs, repeats)
+    added = (ms["with shared"] - ms["routed"]) / (ms["routed"] / shape.K)
+    return (
+        f"{name:16} routed {ms['routed']:.3f} ms, with one shared expert {ms['with shared']:.3f} ms: "
+        f"adds {added:.3f} of its products at the routed rate, relative error {error:.1e}"
+    )  # fmt: skip
+
+
+def forward_main(shapes: dict[str, Shape], arguments: Sequence[str] | None = None) -> int:
+    parser = _parser("benchmarks/layer.py", shapes, 60)
+    parser.add_argument("--forward", action="store_true")
+    parser.add_argument("--shared", action="store_true", help="what one shared expert of the routed width adds")
+    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    chosen, device, rows = _shapes(parser, options.shapes, shapes), default_device(), []
+    print(report.headline(), flush=True)
+    for name, shape in chosen.items() if options.shared else ():
+        print(shared_line(name, shape, device, options.repeats), flush=True)
+        _free()
+    for name, shape in chosen.items() if options.forward else ():
+        problem = OneDevice(shape, device)
+        row, line = forward_row(name, problem, [TorchLayer(*problem.experts)], {}, options.repeats, {})
+        print(line, flush=True)
+        rows.append(row)
+        del problem
+        _free()
+    if options.out:
+        report.write(options.out, rows, options.commit)
+    return 0
+
+
+def backward_main(shapes: dict[str, Shape], arguments: Sequence[str] | None = None) -> int:
+    parser = _parser("benchmarks/backward.py", shapes, 40)
+    parser.add_argument("--plans", type=json.loads, default={}, help="JSON: name -> fields of BackwardPlan")
+    parser.add_argument("--parts", action="store_true", help="time each gradient alone, too")
+    parser.add_argument("--saved", type=float, default=1.0, help="share of the rows whose gate and up were saved")
+    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    chosen, device, rows = _shapes(parser, options.shapes, shapes), default_device(), []
+    print(report.headline(), flush=True)
+    for name, shape in chosen.items():
+        problem = OneDevice(shape, device, options.saved)
+        row, line = backward_row(name, problem, [TorchLayer(*problem.experts)], options.repeats, options.plans, options.parts)
+        print(line, flush=True)
+        rows.append(row)
+        del problem
+        _free()
+    if options.out:
+        report.write(options.out, rows, options.commit)
+    return 0

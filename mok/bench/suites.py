@@ -1,0 +1,373 @@
+"""`mok bench`: a suite's rows as a table, as JSON, as a picture.
+
+    layer      forward, backward and memory of whole layers: the shapes of ONE_GPU, and what a rank of 8 and of 64 has of every preset
+    minibatch  time against the rows of a minibatch
+    schedule   time of the schedule against T, K, E, R, the other ranks of R being simulated on this device
+    scaling    forward and backward against T, from 256 to 131072
+    overlap    the forward with dispatch, experts or combine left out          (mok/bench/overlap.py, also over several GPUs)
+    ep         whole layers over several GPUs                                  (mok/bench/ep.py)
+    comm       rows and signals between two GPUs                               (mok/bench/comm.py)
+
+The first four run in this process; the others start one per rank, and take further options of their own. A suite that comes to its limit
+ends there, and says what it left out. Without a GPU all but comm run on the CPU's executor, on tiny shapes.
+
+Legend: T tokens of a rank, H hidden, I intermediate, E experts of all ranks, K choices per token, R ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mok import tune
+from mok.bench import plot, report
+from mok.bench.baselines import TorchLayer
+from mok.bench.layer import OneDevice, Row, measure
+from mok.bench.layers import default_device
+from mok.bench.shapes import ONE_GPU, SLICE_RANKS, TINY, Shape, choose, slices
+from mok.bench.timing import medians
+from mok.bench.warm import warm
+from mok.config import TILE_M
+from mok.schedule import Schedule, build_schedule, local_experts, sort_routes
+
+IN_PROCESS = ("layer", "minibatch", "schedule", "scaling")
+OF_RANKS = ("overlap", "ep", "comm")
+LIMIT_S = 170.0
+MINIBATCHES = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64)
+TOKENS = tuple(2**n for n in range(8, 18))
+SIMULATED = dict(T=TOKENS, K=(1, 2, 4, 6, 8, 10), E=(8, 32, 64, 128, 256, 512), R=(1, 2, 4, 8, 16, 32, 64))
+POINT = dict(T=8192, K=8, E=128, R=8)
+
+
+class Limit:
+    """Seconds that a suite may take; what it leaves out when they are over."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.start = seconds, time.monotonic()
+        self.left_out: list[str] = []
+
+    def left(self) -> float:
+        return self.seconds - (time.monotonic() - self.start)
+
+    def over(self, what: str) -> bool:
+        """Whether there is no time left for `what`, which is then noted."""
+        if self.left() > 0:
+            return False
+        self.left_out.append(what)
+        return True
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _free() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# ---- layer ----
+
+
+def every_shape() -> dict[str, Shape]:
+    return {**ONE_GPU, **{name: shape for ranks in SLICE_RANKS for name, shape in slices(ranks).items()}}
+
+
+def layer_rows(shapes: dict[str, Shape], repeats: int, limit: Limit, missing: dict[str, str]) -> list[Row]:
+    rows: list[Row] = []
+    warm(shapes.values(), 0.5 * limit.seconds)
+    for name, shape in shapes.items():
+        if limit.over(name):
+            continue
+        try:
+            found, lines, why = measure(name, shape, default_device(), repeats)
+        except Exception as error:  # no speed of what is wrong
+            missing[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            _say(f"{name}: {missing[name]}")
+            continue
+        finally:
+            _free()
+        rows += found
+        missing |= why
+        for line in lines:
+            _say(line)
+    return rows
+
+
+# ---- minibatch ----
+
+
+def minibatch_rows(shapes: dict[str, Shape], repeats: int, limit: Limit, missing: dict[str, str]) -> list[Row]:
+    """Every size has the default's bits before it is timed; `two_waves` marks the heuristic."""
+    rows: list[Row] = []
+    device = default_device()
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+    for name, shape in shapes.items():
+        if limit.over(name):
+            continue
+        problem = OneDevice(shape, device)
+        chosen = tune.two_waves(shape.H, shape.I, sms)
+        tiles = shape.T * shape.K // TILE_M + shape.E
+        sizes = sorted({size for size in (*MINIBATCHES, chosen) if size < 2 * tiles})
+        plans = {str(size): dict(minibatch_tiles=size) for size in sizes}
+        problem.check_forward(plans)
+        runs = {label: problem.turns.of(problem.layer.forward, problem.inputs, changes=changes) for label, changes in plans.items()}
+        with torch.no_grad():
+            ms = medians(runs, repeats, warmup=3)
+        per_tile = -(-shape.I // tune.FORWARD_TILE[0]) + -(-shape.H // tune.FORWARD_TILE[1])
+        for size in sizes:
+            took = ms[str(size)]
+            rows.append(
+                dict(
+                    suite="minibatch", shape=name, **shape._asdict(), ep=1, precision="bf16", direction="fwd", minibatch_tiles=size,
+                    minibatch=size * TILE_M, waves=round(size * per_tile / sms, 2) if sms else None, ms=round(took, 4),
+                    tflops=round(6e-9 * shape.T * shape.K * shape.H * shape.I / took, 1), two_waves=size == chosen,
+                )
+            )  # fmt: skip
+        _say(f"{name}: " + ", ".join(f"{size} tiles {ms[str(size)]:.3f} ms" for size in sizes) + f"; two waves are {chosen} tiles")
+        del problem, runs
+        _free()
+    return rows
+
+
+# ---- schedule ----
+
+
+def _ids(tokens: int, top_k: int, experts: int, rank: int, device: torch.device) -> Tensor:
+    g = torch.Generator(device).manual_seed(rank)
+    if top_k <= experts:
+        return torch.rand(tokens, experts, generator=g, device=device).topk(top_k)[1]
+    return torch.randint(experts, (tokens, top_k), generator=g, device=device)
+
+
+def on_cpu(tokens: int, top_k: int, experts: int, ranks: int) -> tuple[Callable[[], object], int]:
+    """Rank 0's schedule, the other ranks' routes being there -> (the call, its rows)."""
+    ids = [_ids(tokens, top_k, experts, rank, torch.device("cpu")) for rank in range(min(ranks, 4))]
+    routes = [sort_routes(ids[rank % len(ids)], experts) for rank in range(ranks)]
+    counts = torch.stack([of.counts for of in routes])
+
+    orders, local = [of.order for of in routes[1:]], local_experts(experts, ranks, 0)
+
+    def run() -> Schedule:
+        return build_schedule(counts, [sort_routes(ids[0], experts).order, *orders], local)
+
+    return run, int(run().num_tokens)
+
+
+def on_gpu(tokens: int, top_k: int, experts: int, ranks: int, device: torch.device) -> tuple[Callable[[], object], int]:
+    """The same by the kernels: all ranks' memory is in this process, and only rank 0's kernels are called. No barrier is in the time."""
+    from mok.kernels import memory, schedule
+
+    views = memory.virtual_memory(memory.regions(tokens, 8, experts, top_k, ranks), ranks, device)
+    ids = [_ids(tokens, top_k, experts, rank, device) for rank in range(min(ranks, 4))]
+    for rank, view in enumerate(views):
+        schedule.sort_slots(view, ids[rank % len(ids)], experts)
+    local = len(local_experts(experts, ranks, 0))
+    rows = schedule.empty_schedule(schedule.max_tiles(tokens, top_k, ranks, local), local, device)
+    programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+    def run() -> None:
+        schedule.sort_slots(views[0], ids[0], experts)
+        schedule.write_rows(views[0], rows, experts, programs)
+
+    run()
+    return run, int(rows.num_tokens)
+
+
+def schedule_points(device: torch.device) -> Iterator[tuple[str, dict[str, int]]]:
+    """Around one point, each of T, K, E, R alone; on the CPU fewer and smaller."""
+    for vary, values in SIMULATED.items():
+        for value in values:
+            point = {**POINT, vary: value}
+            if device.type == "cuda":
+                yield vary, point
+            elif value in (values[0], values[2]) or (vary != "T" and value == values[-1]):
+                yield vary, {**point, "T": min(point["T"], 1024)}
+
+
+def schedule_rows(shapes: dict[str, Shape], repeats: int, limit: Limit, missing: dict[str, str]) -> list[Row]:
+    device, rows = default_device(), []
+    for vary, point in schedule_points(device):
+        label = f"{vary}={point[vary]}"
+        if limit.over(label):
+            continue
+        tokens, top_k, experts, ranks = (point[name] for name in "TKER")
+        on_cuda = device.type == "cuda"
+        run, count = on_gpu(tokens, top_k, experts, ranks, device) if on_cuda else on_cpu(tokens, top_k, experts, ranks)
+        us = 1e3 * medians({label: run}, repeats, warmup=2)[label]
+        rows.append(dict(suite="schedule", vary=vary, **point, rows=count, us=round(us, 2)))
+        _say(f"{label}: {us:.1f} us for {count} rows")
+    return rows
+
+
+# ---- scaling ----
+
+
+def scaling_rows(shapes: dict[str, Shape], repeats: int, limit: Limit, missing: dict[str, str]) -> list[Row]:
+    rows: list[Row] = []
+    device = default_device()
+    tokens = TOKENS if device.type == "cuda" else (32, 256)
+    points = [(name, shape._replace(T=count)) for name, shape in shapes.items() for count in tokens]
+    warm([shape for _, shape in points], 0.4 * limit.seconds)
+    for name, shape in points:
+        if limit.over(f"{name}, T={shape.T}"):
+            continue
+        try:
+            found, lines, why = measure(name, shape, device, repeats)
+        except Exception as error:
+            missing[f"{name}, T={shape.T}"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            continue
+        finally:
+            _free()
+        rows += [{**row, "suite": "scaling"} for row in found]
+        missing |= why
+        for line in lines:
+            _say(line)
+    return rows
+
+
+# ---- tables ----
+
+
+def _best(row: Row) -> str:
+    return max(row["baselines"], key=lambda name: row["baselines"][name]["tflops"])
+
+
+def layer_table(rows: Sequence[Row]) -> list[Row]:
+    """A line per shape and T."""
+    lines: dict[tuple[str, int], Row] = {}
+    for row in rows:
+        line = lines.setdefault((row["shape"], row["T"]), {"shape": row["shape"], **{letter: row[letter] for letter in "THIEK"}})
+        way = row["direction"]
+        if way == "memory":
+            line |= {"GiB": row["gib"], "torch's": row["baselines"][TorchLayer.name]["gib"]}
+        else:
+            of = row["baselines"][_best(row)]
+            line |= {f"{way} ms": row["ms"], f"{way} TFLOP/s": row["tflops"], f"{way} best other": f"{of['tflops']} {_best(row)}"}
+            line |= {f"{way} ratio": row["ratio"]}
+    return list(lines.values())
+
+
+def overlap_table(rows: Sequence[Row]) -> list[Row]:
+    return [
+        {"shape": row["shape"], "EP": row["ep"], "full ms": row["ms"], **row["without"], "exposed": row["exposed_ms"],
+         "hidden": row["hidden_ms"]} for row in rows
+    ]  # fmt: skip
+
+
+def ep_table(rows: Sequence[Row]) -> list[Row]:
+    return [
+        {"shape": row["shape"], "EP": row["ep"], "": row["direction"], "ms": row["ms"], "TFLOP/s per GPU": row["tflops"],
+         "one GPU": row["alone_tflops"], "best other": f"{row['baselines'][_best(row)]['tflops']} {_best(row)}", "ratio": row["ratio"]}
+        for row in rows
+    ]  # fmt: skip
+
+
+def comm_table(rows: Sequence[Row]) -> list[Row]:
+    """GB/s by number of programs, or microseconds."""
+    lines = []
+    for row in rows:
+        gbs = row.get("gbs", {})
+        rates = gbs if isinstance(gbs, dict) else {"": gbs}
+        programs = max(rates, key=lambda count: rates[count]) if rates else ""
+        best = {"best GB/s": rates.get(programs), "programs": programs, "us": row.get("us")}
+        lines.append({"": row["variant"], "remote": row.get("share", 1.0), **best})
+    return lines
+
+
+def _plain(*names: str) -> Callable[[Sequence[Row]], list[Row]]:
+    return lambda rows: [{name: row[name] for name in names} for row in rows]
+
+
+TABLES: dict[str, Callable[[Sequence[Row]], list[Row]]] = {
+    "layer": layer_table, "scaling": layer_table, "overlap": overlap_table, "ep": ep_table, "comm": comm_table,
+    "minibatch": _plain("shape", "minibatch_tiles", "minibatch", "waves", "ms", "tflops", "two_waves"),
+    "schedule": _plain("vary", "T", "K", "E", "R", "rows", "us"),
+}  # fmt: skip
+ROWS = dict(layer=layer_rows, minibatch=minibatch_rows, schedule=schedule_rows, scaling=scaling_rows)
+DEFAULT_SHAPES = dict(minibatch="qwen3-30b,kimi-k2-slice", scaling="qwen3-30b", schedule="qwen3-30b")
+
+
+# ---- the command ----
+
+
+def _of_ranks(options: argparse.Namespace, more: Sequence[str]) -> tuple[int, dict[str, Any]]:
+    """Run a suite that starts its own processes -> (exit code, what it wrote). Its lines go to stderr."""
+    with tempfile.TemporaryDirectory(prefix="mok-") as folder:
+        out = Path(folder) / "rows.json"
+        command = [sys.executable, "-m", f"mok.bench.{options.suite}", "--out", str(out), *more]
+        for name in ("ranks", "shapes", "repeats", "limit"):
+            value = getattr(options, name)
+            if value is not None and not (options.suite == "comm" and name in ("shapes", "repeats")):
+                command += [f"--{name}", str(value)]
+        if options.commit:
+            command += ["--commit", options.commit]
+        code = subprocess.run(command, stdout=2).returncode
+        return code, json.loads(out.read_text()) if out.exists() else report.document([])
+
+
+def _in_process(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[str, Any]:
+    if options.ranks not in (None, 1):
+        parser.error(f"--ranks={options.ranks}: the suite {options.suite} runs on one device; overlap, ep and comm take ranks")
+    known = every_shape() if torch.cuda.is_available() else TINY
+    default = DEFAULT_SHAPES.get(options.suite, ",".join(known)) if known is not TINY else ",".join(TINY)
+    try:
+        shapes = choose(options.shapes or default, {**known, **TINY})
+    except ValueError as error:
+        parser.error(str(error))
+    limit = Limit(options.limit or LIMIT_S)
+    missing: dict[str, str] = {}
+    _say(report.headline())
+    rows = ROWS[options.suite](shapes, options.repeats or 20, limit, missing)
+    missing |= {name: f"left out: the suite's {limit.seconds:g} seconds were over" for name in limit.left_out}
+    return report.document(rows, options.commit, missing)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="mok bench", description=(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("suite", choices=(*IN_PROCESS, *OF_RANKS))
+    parser.add_argument("--shapes", help="known ones, PRESET/RANKS, or TxHxIxExK; a suite's own by default")
+    parser.add_argument("--repeats", type=int, help="timed calls of each contestant")
+    parser.add_argument("--ranks", type=int, help="of overlap, ep and comm")
+    parser.add_argument("--limit", type=float, help=f"seconds; {LIMIT_S:g} by default")
+    parser.add_argument("--json", action="store_true", help="print the rows as one JSON object instead of a table")
+    parser.add_argument("--plot", metavar="PNG", help="the picture to write; needs matplotlib")
+    parser.add_argument("--out", metavar="JSON", help="write the rows to a file, too")
+    parser.add_argument("--commit", default="", help="the commit measured, where there is no git repository")
+    options, more = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
+    if more and options.suite in IN_PROCESS:
+        parser.error(f"{more[0]}: the suite {options.suite} has no such option")
+    code = 0
+    if options.suite in OF_RANKS:
+        code, document = _of_ranks(options, more)
+    else:
+        document = _in_process(parser, options)
+    rows = document["rows"]
+    if options.json:
+        print(json.dumps(document, indent=1))
+    else:
+        report.print_table(f"{options.suite}: {report.headline()}", TABLES[options.suite](rows))
+        for name, why in document.get("missing", {}).items():
+            print(f"not measured: {name}: {why}")
+    if options.out:
+        Path(options.out).write_text(json.dumps(document, indent=1) + "\n")
+    if options.plot and rows:
+        plot.draw(options.suite, rows, options.plot)
+    sys.stdout.flush()
+    return code or int(not rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
