@@ -2,7 +2,9 @@
 
 Every program takes the next task of one list (`tasks.py`) until none is left. Rows live in rings of `ring` tiles (x and h); tile t uses
 place t mod ring. Signals, one counter per tile:
-    x_ready: parts pulled;  h_ready: up tasks done (the place of x is then free);  h_free: down tasks that have read h (its place is free).
+    x_ready: parts pulled;  h_ready: up tasks done;  h_free: down tasks that have read h (the tile's place is then free).
+A task waits for one of them: a pull for the place of tile t - ring, up tasks for x, which is there when the place of h is free, too, down
+tasks for h. What a ring of three minibatches or more asks for has an earlier ticket.
 
 An expert's last tile may be half a tile: at most the first half of its rows are real. Its tasks then multiply and store that half only. The
 other half of its h is never written, and never read: the down task reads through a descriptor of half a tile. A row's sums run over the
@@ -21,7 +23,6 @@ from mok.kernels.experts import find_slots, multiply, push_to_slots, rounded_hal
 from mok.kernels.signals import (
     H_FREE,
     H_READY,
-    X_FREE,
     X_READY,
     announce,
     finish_copy_engine_stores,
@@ -35,8 +36,8 @@ from mok.kernels.trace import BEGIN, COMPUTED, DONE, READY, note, note_begin, no
 
 @triton.jit
 def needs(
-    kind, tile, x_ready_ptr, h_ready_ptr, shared_h_ready_ptr,
-    ring, PARTS: tl.constexpr, UPS: tl.constexpr, SHARED_UPS: tl.constexpr,
+    kind, tile, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr,
+    ring, PARTS: tl.constexpr, UPS: tl.constexpr, DOWNS: tl.constexpr, SHARED_UPS: tl.constexpr,
 ):  # fmt: skip
     """-> (signal, its least value, its name) of what a task reads, or a pull's place. The shared experts' x is always there."""
     signal = x_ready_ptr + tile
@@ -53,19 +54,20 @@ def needs(
         least = SHARED_UPS
         what = H_READY
     elif (kind == PULL) & (tile >= ring):
-        signal = h_ready_ptr + tile - ring
-        least = UPS
-        what = X_FREE
+        signal = h_free_ptr + tile - ring
+        least = DOWNS
+        what = H_FREE
     return signal, least, what
 
 
 @triton.jit
 def look(
-    task, x_ready_ptr, h_ready_ptr, shared_h_ready_ptr, ring, PARTS: tl.constexpr, UPS: tl.constexpr, SHARED_UPS: tl.constexpr
+    task, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr,
+    ring, PARTS: tl.constexpr, UPS: tl.constexpr, DOWNS: tl.constexpr, SHARED_UPS: tl.constexpr,
 ):  # fmt: skip
     """One reading of what a task needs: is it there?"""
     kind, tile, _, _, _ = unpack(task)
-    signal, least, _ = needs(kind, tile, x_ready_ptr, h_ready_ptr, shared_h_ready_ptr, ring, PARTS, UPS, SHARED_UPS)
+    signal, least, _ = needs(kind, tile, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, ring, PARTS, UPS, DOWNS, SHARED_UPS)
     found = least * 0
     if least > 0:
         found = read_signal(signal)
@@ -166,7 +168,7 @@ def forward_kernel(
     num_tasks = tl.load(tasks_ptr).to(tl.int32)
     taken = tl.atomic_add(signals_ptr + lanes, 1, mask=lanes == 0, sem="relaxed", scope="gpu")
     task = of_lane_0(find(tasks_ptr, taken, num_tasks, lanes))
-    ready = look(task, x_ready_ptr, h_ready_ptr, shared_h_ready_ptr, ring, PARTS, UPS, SHARED_UPS)
+    ready = look(task, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, ring, PARTS, UPS, DOWNS, SHARED_UPS)
     ticket = of_lane_0(taken) if TRACE else 0
     if TRACE:
         note_begin(trace_ptr)
@@ -178,12 +180,12 @@ def forward_kernel(
         kind, tile, part, expert, half = unpack(task)
         row = tile * BLOCK_M
         ring_row = (tile % ring) * BLOCK_M
-        signal, least, what = needs(kind, tile, x_ready_ptr, h_ready_ptr, shared_h_ready_ptr, ring, PARTS, UPS, SHARED_UPS)
+        signal, least, what = needs(
+            kind, tile, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, ring, PARTS, UPS, DOWNS, SHARED_UPS
+        )
         ok = ready
         if not ready:
             ok = wait_for(signal, least, control_ptrs, rank, tile, what, wait_limit, R)
-        if (kind == UP) & (tile >= ring) & ok:  # the place of h, too
-            ok = wait_for(h_free_ptr + tile - ring, DOWNS, control_ptrs, rank, tile, H_FREE, wait_limit, R)
         order_copy_engine(tile)
         following = tl.where(lanes == 0, END, 0).to(tl.int64)
         owed_ptr = x_ready_ptr + tile
@@ -223,7 +225,7 @@ def forward_kernel(
                 )  # fmt: skip
         task = of_lane_0(following)
         # What the next task needs is looked at while this one's stores are on their way. Nobody waits before they are announced.
-        ready = look(task, x_ready_ptr, h_ready_ptr, shared_h_ready_ptr, ring, PARTS, UPS, SHARED_UPS)
+        ready = look(task, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, ring, PARTS, UPS, DOWNS, SHARED_UPS)
         finish_copy_engine_stores(tile)
         if owes:
             announce(owed_ptr)
