@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import importlib.util
 import json
 import os
 import sys
@@ -361,7 +362,7 @@ def _profiled(run: Callable[[], object], kernel: str) -> float:
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         run()
         torch.cuda.synchronize()
-    times = [event.device_time_total for event in found.key_averages() if event.key == kernel]
+    times = [event.time_range.elapsed_us() for event in found.events() or () if event.name == kernel]
     return 1e3 * times[0] if times else float("nan")
 
 
@@ -443,6 +444,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if others:
         parser.error(f"--shapes={options.shapes}: one shape at a time")
+    if options.png and not importlib.util.find_spec("matplotlib"):
+        parser.error(f"--png={options.png}: needs matplotlib, which is not installed")
     if not torch.cuda.is_available():
         parser.error("a GPU is needed: the CPU's executor has no tasks that run side by side")
     if torch.cuda.device_count() < options.ranks:
@@ -453,22 +456,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     directions = ("forward", "backward") if options.direction == "both" else (options.direction,)
     lines = measure(shape, directions, options.plan, device)
     if rank == 0:
+        if options.out:
+            Path(options.out).write_text(json.dumps(chrome(lines)))
+        if options.png:
+            draw(lines, options.png)
         if options.json:
             print(json.dumps([summary(line) for line in lines], indent=1))
         else:
             show(lines, f"{name} ({shape})")
-        write(lines, options.out, options.png)
     sys.stdout.flush()
     if ranks.launched():
         os._exit(0)  # whatever a library still holds open must not keep a rank alive
     return 0
-
-
-def write(lines: Sequence[Timeline], trace_path: str | None, png_path: str | None) -> None:
-    if trace_path:
-        Path(trace_path).write_text(json.dumps(chrome(lines)))
-    if png_path:
-        draw(lines, png_path)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -95,7 +96,7 @@ def test_a_wrong_layer_has_no_speed(one_thread, monkeypatch, capsys):
     assert "not measured: tiny: AssertionError: relative error" in capsys.readouterr().out
 
 
-def test_what_a_suite_refuses(capsys):
+def test_what_a_suite_refuses(capsys, monkeypatch):
     for arguments, message in (
         (["layer", "--shapes", "huge"], "--shapes=huge: must be some of tiny, PRESET/RANKS"),
         (["layer", "--parts", "pull"], "--parts: the suite layer has no such option"),
@@ -105,6 +106,10 @@ def test_what_a_suite_refuses(capsys):
         with pytest.raises(SystemExit) as error:
             suites.main(arguments)
         assert error.value.code == 2 and message in capsys.readouterr().err
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        suites.main(["layer", "--plot", "a.png"])
+    assert "--plot=a.png: needs matplotlib" in capsys.readouterr().err
 
 
 def test_a_suite_of_ranks_gets_its_options(monkeypatch, capsys):

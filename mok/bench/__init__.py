@@ -1,6 +1,11 @@
 """What the layer reaches, and beside what: suites that check before they time and write one object of rows each.
 
-    timing.py     contestants take turns              report.py  the written object: machine, sources, rows
-    baselines.py  the same layer by torch and NCCL    ranks.py   one process per GPU, under a watchdog
-    ep.py         whole layers over several GPUs      comm.py    rows and signals between two GPUs
+    suites.py     `mok bench`: what every suite is                plot.py    its pictures
+    layer.py      whole layers on one device                      overlap.py the forward with a step left out
+    ep.py         whole layers over several GPUs                  comm.py    rows and signals between two GPUs
+    layers.py     the layer as the suites call it                 shapes.py  the shapes
+    baselines.py  the same layer by torch and NCCL                rivals.py  other libraries, where installed
+    checks.py     nearness to the definition                      timing.py  contestants take turns
+    report.py     the written object: machine, sources, rows      ranks.py   one process per GPU, under a watchdog
+    warm.py       compiling in several processes
 """

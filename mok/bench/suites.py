@@ -17,6 +17,7 @@ Legend: T tokens of a rank, H hidden, I intermediate, E experts of all ranks, K 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -349,22 +350,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, more = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
     if more and options.suite in IN_PROCESS:
         parser.error(f"{more[0]}: the suite {options.suite} has no such option")
+    if options.plot and not importlib.util.find_spec("matplotlib"):
+        parser.error(f"--plot={options.plot}: needs matplotlib, which is not installed")
     code = 0
     if options.suite in OF_RANKS:
         code, document = _of_ranks(options, more)
     else:
         document = _in_process(parser, options)
     rows = document["rows"]
+    if options.out:
+        Path(options.out).write_text(json.dumps(document, indent=1) + "\n")
+    if options.plot and rows:
+        plot.draw(options.suite, rows, options.plot)
     if options.json:
         print(json.dumps(document, indent=1))
     else:
         report.print_table(f"{options.suite}: {report.headline()}", TABLES[options.suite](rows))
         for name, why in document.get("missing", {}).items():
             print(f"not measured: {name}: {why}")
-    if options.out:
-        Path(options.out).write_text(json.dumps(document, indent=1) + "\n")
-    if options.plot and rows:
-        plot.draw(options.suite, rows, options.plot)
     sys.stdout.flush()
     return code or int(not rows)
 

@@ -1,0 +1,138 @@
+"""`mok doctor`, `mok trace`, `mok bench` and `mok tune` on a GPU, on one small shape; between two GPUs where there are two."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from mok import doctor, trace, tune
+from mok.bench import layers, suites
+from mok.bench.layer import OneDevice
+from mok.bench.shapes import Shape
+
+DEVICE = torch.device("cuda")
+SHAPE = Shape(2048, 512, 256, 8, 4)
+NAME = "x".join(map(str, SHAPE))
+GPUS = torch.cuda.device_count()
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_the_doctor_finds_what_these_tests_need():
+    facts = doctor.collect()
+    findings = doctor.judge(facts)
+    print(*findings, sep="\n")
+    assert len(facts.gpus) == GPUS and facts.triton
+    assert not [finding for finding in findings if finding.state == "fails" and finding.name != "torch"]
+    if GPUS > 1:
+        assert facts.symmetric == "" and all(rate > 1 for rate in facts.copy_gbs)
+
+
+@pytest.mark.parametrize("changes", [{}, dict(programs_per_sm=1, num_sms=20, minibatch_tiles=4), dict(ring_tiles=16, minibatch_tiles=4)])
+def test_a_trace_adds_up_to_the_kernels_time_and_moves_no_bit(changes):
+    shape = Shape(8192, 2048, 1024, 16, 4)
+    experts, batch = layers.make_experts(shape, DEVICE), layers.make_batch(shape, 0, 0, DEVICE)
+    layer = layers.GpuLayer(shape.T, shape.E, shape.K, experts, None, 1.0)
+    out, kept = layer.forward(batch, True, changes)
+    gradients = layer.backward(batch, kept, changes)
+    traced, kept = layer.forward(batch, True, {**changes, "trace": True})
+    assert torch.equal(traced, out)
+    for got, want in zip(layer.backward(batch, kept, {**changes, "trace": True}), gradients, strict=True):
+        assert torch.equal(got, want)
+    lines = trace.take(layer, batch, ("forward", "backward"), changes)
+    assert [line.direction for line in lines] == ["forward", "backward"]
+    for line in lines:
+        about = trace.summary(line)
+        print(json.dumps(about))
+        programs = changes.get("num_sms") or torch.cuda.get_device_properties(DEVICE).multi_processor_count
+        assert about["programs"] == programs and len(set(line.sm.tolist())) == programs
+        assert sum(about["shares"].values()) == pytest.approx(about["accounted"], abs=2e-3)
+        assert about["kernel_us"] is None or 0.98 < about["accounted"] < 1.02, about
+        assert min(about["shares"].values()) > -0.002
+        clock = line.span_ns / 1e3
+        assert 20 < clock < 20_000
+        begin, ready, computed, done = line.moments()
+        assert (begin <= ready).all() and (ready <= computed).all() and (computed <= done).all()
+        flows = list(trace.links(line))
+        assert len(flows) > 100
+        # The wall clock ticks coarsely, and a backward's task pushes d_weights after its signal.
+        late = [flow for flow in flows if done[flow[0]] > ready[flow[1]] + (3_000 if line.direction == "forward" else 30_000)]
+        assert not late, f"{len(late)} of {len(flows)} tasks were ready long before what they wait for was done"
+    json.dumps(trace.chrome(lines))
+
+
+def run(tmp_path, *arguments: str) -> dict:
+    out = tmp_path / "rows.json"
+    assert suites.main([*arguments, "--json", "--out", str(out)]) == 0
+    return json.loads(out.read_text())
+
+
+def test_the_suite_layer(tmp_path):
+    made = run(tmp_path, "layer", "--shapes", NAME, "--repeats", "4")
+    assert [row["direction"] for row in made["rows"]] == ["fwd", "bwd", "memory"]
+    memory = made["rows"][2]
+    assert 0 < memory["gib"] < 2 and memory["baselines"]["torch gather"]["gib"] > 0
+    assert all(row["ms"] > 0 for row in made["rows"][:2])
+
+
+def test_the_suite_minibatch(tmp_path):
+    rows = run(tmp_path, "minibatch", "--shapes", NAME, "--repeats", "2")["rows"]
+    assert sum(row["two_waves"] for row in rows) == 1 and all(row["waves"] > 0 for row in rows)
+
+
+def test_the_suite_schedule_counts_the_hosts_rows():
+    for point in ((2048, 4, 8, 1), (512, 8, 64, 64), (300, 6, 5, 3)):
+        assert suites.on_gpu(*point, DEVICE)[1] > 0
+        ids = [suites._ids(*point[:3], rank, DEVICE).cpu() for rank in range(min(point[3], 4))]
+        routes = [suites.sort_routes(ids[rank % len(ids)], point[2]) for rank in range(point[3])]
+        counts = torch.stack([of.counts for of in routes])
+        want = suites.build_schedule(counts, [of.order for of in routes], suites.local_experts(point[2], point[3], 0))
+        assert suites.on_gpu(*point, DEVICE)[1] == int(want.num_tokens)
+
+
+def test_overlap_is_the_layer_and_what_is_left_out_is_not_done():
+    from mok.bench.overlap import VARIANTS, OnGpu
+    from mok.kernels.launch import ForwardPlan
+
+    for shape in (SHAPE, Shape(8192, 512, 256, 32, 4)):  # the second one's rows are more than the ring
+        problem = OneDevice(shape, DEVICE)
+        batch = problem.inputs[0]
+        want = problem.layer.forward(batch)[0].clone()
+        plan = ForwardPlan(ring_tiles=64)
+        variants = OnGpu(problem.layer, batch, plan)
+        memory = problem.layer.workspace.memory
+        for name, left_out in VARIANTS.items():
+            for _ in range(2):
+                memory.own["combine"].fill_(float("nan"))
+                out = variants.run(name)
+                problem.layer.finish()
+            assert (out is None) == ("combine" in left_out)
+            assert bool(memory.own["combine"].isnan().all()) == ("combine" in left_out), name
+            if name == "full":
+                assert out is not None and torch.equal(out, want)
+            if name == "moving":
+                assert not memory.own["combine"].any()
+
+
+def test_the_suite_overlap(tmp_path):
+    rows = run(tmp_path, "overlap", "--shapes", NAME, "--repeats", "4", "--ranks", str(min(GPUS, 2)))["rows"]
+    assert len(rows) == 1 and rows[0]["ep"] == min(GPUS, 2) and rows[0]["without"]["moving"] < rows[0]["ms"]
+
+
+def test_tune(tmp_path):
+    assert tune.main(["--shapes", NAME, "--repeats", "5", "--directions", "forward", "--json"]) == 0
+    (entry,) = json.loads(tune.cache_file().read_text())["entries"]
+    assert entry["key"]["gpu"] == torch.cuda.get_device_name() and set(entry["ms"]) == {"forward"}
+    sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    assert tune.tuned(tune.Key(**entry["key"]), sms).source == "tuned"
+    problem = OneDevice(SHAPE, DEVICE)
+    plain = problem.layer.forward(problem.inputs[0])[0]
+    assert torch.equal(problem.layer.forward(problem.inputs[0], changes=entry["forward"])[0], plain)
