@@ -33,7 +33,7 @@ from mok.kernels.tasks import DOWN, END, UP, max_tickets, tasks_kernel
 CPU = torch.device("cpu")
 BLOCK = 16  # tile height, slice width and depth of a step in these tests
 SIZES = dict(block_m=BLOCK, block_n=BLOCK, block_k=BLOCK, block_h=32)
-PLAN = ForwardPlan(num_sms=2, minibatch_tiles=2, ring_tiles=6, parts=2, num_warps=1, **SIZES)
+PLAN = ForwardPlan(num_sms=2, minibatch_tiles=2, ring_tiles=4, parts=2, num_warps=1, **SIZES)
 
 
 def shared(tensor: Tensor) -> Tensor:
@@ -235,13 +235,13 @@ def case_ticket_order():
                 want += [(kind, t, p) for kind, n in of_shared for t in range(shared_tiles) for p in range(n)]
                 assert sorted(real) == sorted(want), (num_tiles, shared_tiles, tiles)
                 place = {task: i for i, task in enumerate(order)}
-                ring = 3 * tiles  # the smallest ring
+                ring = 2 * tiles  # the smallest ring
                 for (kind, t, _), i in place.items():
                     needs = []
                     if kind == pull and t >= ring:
-                        needs = [(down, t - ring, p) for p in range(downs)]
+                        needs = [(up, t - ring, p) for p in range(ups)]
                     elif kind == up:
-                        needs = [(pull, t, p) for p in range(parts)]
+                        needs = [(pull, t, p) for p in range(parts)] + ([(down, t - ring, p) for p in range(downs)] if t >= ring else [])
                     elif kind == down:
                         needs = [(up, t, p) for p in range(ups)]
                     elif kind == shared_down:
@@ -282,11 +282,11 @@ def case_barrier():
 
 def case_forward_ranks():
     """R = 1, 2, 3 ranks, ring smaller than the rows, masked slots, uneven tokens: near the reference, and the same bits for every R."""
-    problem, plan = Problem(1, 75, 48, 40, 5, 3), dataclasses.replace(PLAN, minibatch_tiles=1, ring_tiles=3)
+    problem = Problem(1, 75, 48, 40, 5, 3)
     expected, first = problem.expected(), None
     for ranks in (1, 2, 3):
-        out, schedules, _ = run_layer(problem, ranks, plan)
-        assert any(int(s.num_tokens) > plan.ring_tiles * BLOCK for s in schedules), "the ring is not smaller than the rows"
+        out, schedules, _ = run_layer(problem, ranks)
+        assert any(int(s.num_tokens) > PLAN.ring_tiles * BLOCK for s in schedules), "the ring is not smaller than the rows"
         assert_close(out, expected)
         first = out if first is None else first
         assert torch.equal(out, first), ranks
@@ -308,7 +308,7 @@ def case_forward_knobs():
     problem = Problem(3, 60, 32, 48, 3, 2, shared_width=24)
     first, _, _ = run_layer(problem, 1)
     assert_close(first, problem.expected())
-    small, large = dict(minibatch_tiles=1, ring_tiles=3), dict(minibatch_tiles=3, ring_tiles=9, parts=1)
+    small, large = dict(minibatch_tiles=1, ring_tiles=2), dict(minibatch_tiles=3, ring_tiles=9, parts=1)
     for changes in (small, large, dict(parts=4, num_sms=3), dict(num_sms=1)):
         out, _, _ = run_layer(problem, 2, dataclasses.replace(PLAN, **changes))
         assert torch.equal(out, first), changes
@@ -342,8 +342,8 @@ def case_forward_half_tiles():
     problem.ids_TK = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(8))].view(-1, 2)
     problem.weights_TK = torch.rand(problem.ids_TK.shape) + 0.5
     expected, first = problem.expected(clamp=0.5), None
-    for ranks, half_tiles, ring in ((1, True, 8), (1, False, 8), (2, True, 8), (2, True, 3)):
-        plan, rings = dataclasses.replace(PLAN, minibatch_tiles=1, block_m=height, block_k=32, half_tiles=half_tiles, ring_tiles=ring), []
+    for ranks, half_tiles, ring in ((1, True, 8), (1, False, 8), (2, True, 8), (2, True, 4)):
+        plan, rings = dataclasses.replace(PLAN, block_m=height, block_k=32, half_tiles=half_tiles, ring_tiles=ring), []
         out, schedules, saved = run_layer(problem, ranks, plan, clamp=0.5, saved_rows=1024, rings=rings)
         assert_close(out, expected)
         kept = [(k.gate_CI[: int(s.num_tokens)], k.up_CI[: int(s.num_tokens)]) for k, s in zip(saved, schedules, strict=True)]

@@ -2,9 +2,7 @@
 
 Every program takes the next task of one list (`tasks.py`) until none is left. Rows live in rings of `ring` tiles (x and h); tile t uses
 place t mod ring. Signals, one counter per tile:
-    x_ready: parts pulled;  h_ready: up tasks done;  h_free: down tasks that have read h (the tile's place is then free).
-A task waits for one of them: a pull for the place of tile t - ring, up tasks for x, which is there when the place of h is free, too, down
-tasks for h. What a ring of three minibatches or more asks for has an earlier ticket.
+    x_ready: parts pulled;  h_ready: up tasks done (the place of x is then free);  h_free: down tasks that have read h (its place is free).
 
 An expert's last tile may be half a tile: at most the first half of its rows are real. Its tasks then multiply and store that half only. The
 other half of its h is never written, and never read: the down task reads through a descriptor of half a tile. A row's sums run over the
@@ -23,11 +21,11 @@ from mok.kernels.experts import find_slots, multiply, push_to_slots, rounded_hal
 from mok.kernels.signals import (
     H_FREE,
     H_READY,
+    X_FREE,
     X_READY,
     announce,
     finish_copy_engine_stores,
     order_copy_engine,
-    read_signal,
     wait_for,
 )
 from mok.kernels.tasks import DOWN, END, NOTHING, PULL, SHARED_DOWN, SHARED_UP, UP, find, of_lane_0, unpack
@@ -36,8 +34,8 @@ from mok.kernels.trace import BEGIN, COMPUTED, DONE, READY, note, note_begin, no
 
 @triton.jit
 def needs(
-    kind, tile, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr,
-    ring, PARTS: tl.constexpr, UPS: tl.constexpr, DOWNS: tl.constexpr, SHARED_UPS: tl.constexpr,
+    kind, tile, x_ready_ptr, h_ready_ptr, shared_h_ready_ptr,
+    ring, PARTS: tl.constexpr, UPS: tl.constexpr, SHARED_UPS: tl.constexpr,
 ):  # fmt: skip
     """-> (signal, its least value, its name) of what a task reads, or a pull's place. The shared experts' x is always there."""
     signal = x_ready_ptr + tile
@@ -54,24 +52,10 @@ def needs(
         least = SHARED_UPS
         what = H_READY
     elif (kind == PULL) & (tile >= ring):
-        signal = h_free_ptr + tile - ring
-        least = DOWNS
-        what = H_FREE
+        signal = h_ready_ptr + tile - ring
+        least = UPS
+        what = X_FREE
     return signal, least, what
-
-
-@triton.jit
-def look(
-    task, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr,
-    ring, PARTS: tl.constexpr, UPS: tl.constexpr, DOWNS: tl.constexpr, SHARED_UPS: tl.constexpr,
-):  # fmt: skip
-    """One reading of what a task needs: is it there?"""
-    kind, tile, _, _, _ = unpack(task)
-    signal, least, _ = needs(kind, tile, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, ring, PARTS, UPS, DOWNS, SHARED_UPS)
-    found = least * 0
-    if least > 0:
-        found = read_signal(signal)
-    return found >= least
 
 
 @triton.jit
@@ -85,8 +69,7 @@ def expert_task(
     CLAMP: tl.constexpr, SHARED_CLAMP: tl.constexpr, SAVE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
-    """An up or down task over the first ROWS rows of a tile. -> (the next task, `of_lane_0`; the signal to add to when what is stored is
-    in memory; whether there is one)."""
+    """An up or down task over the first ROWS rows of a tile. -> (the next ticket, its task)."""
     row = tile * BLOCK_M
     a_row = tl.where((kind == UP) | (kind == DOWN), ring_row, row)
     column = tl.minimum(part * (2 * BLOCK_N), H - 2 * BLOCK_N)  # the last pair may overlap its neighbour: the same bits twice
@@ -115,12 +98,13 @@ def expert_task(
     following = find(tasks_ptr, taken, num_tasks, lanes)
     if TRACE:
         note(trace_ptr, ticket, COMPUTED)
-    owed_ptr = h_ready_ptr + tile
     if kind == UP:
         store_hidden(
             total, gate_first, store_h_desc, save_gate_desc, save_up_desc, ring_row, row, part * BLOCK_N, saved_rows,
             limit, ROWS, BLOCK_N, CLAMP, SAVE, ROWS < BLOCK_M,
         )  # fmt: skip
+        finish_copy_engine_stores(tile)
+        announce(h_ready_ptr + tile)
     elif kind == DOWN:
         source, slot = find_slots(peer_rank_ptr, peer_token_idx_ptr, row, ROWS)
         ab, ac = rounded_halves(total, ROWS, BLOCK_N)
@@ -133,13 +117,14 @@ def expert_task(
                 total, shared_gate_first, store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc, row, row,
                 part * BLOCK_N, tokens, shared_limit, ROWS, BLOCK_N, SHARED_CLAMP, SAVE, False,
             )  # fmt: skip
-            owed_ptr = shared_h_ready_ptr + tile
+            finish_copy_engine_stores(tile)
+            announce(shared_h_ready_ptr + tile)
         else:
             ab, ac = rounded_halves(total, ROWS, BLOCK_N)
             tl.debug_barrier()
             store_rows(ab, shared_out_ptr, row, tokens, column, H, ROWS, BLOCK_N)
             store_rows(ac, shared_out_ptr, row, tokens, column + BLOCK_N, H, ROWS, BLOCK_N)
-    return following, owed_ptr, (kind == UP) | (kind == SHARED_UP)
+    return following
 
 
 @triton.jit(do_not_specialize=["rank", "max_tiles", "ring", "tokens", "saved_rows", "gate_first", "shared_gate_first", "wait_limit"])
@@ -168,7 +153,6 @@ def forward_kernel(
     num_tasks = tl.load(tasks_ptr).to(tl.int32)
     taken = tl.atomic_add(signals_ptr + lanes, 1, mask=lanes == 0, sem="relaxed", scope="gpu")
     task = of_lane_0(find(tasks_ptr, taken, num_tasks, lanes))
-    ready = look(task, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, ring, PARTS, UPS, DOWNS, SHARED_UPS)
     ticket = of_lane_0(taken) if TRACE else 0
     if TRACE:
         note_begin(trace_ptr)
@@ -180,16 +164,12 @@ def forward_kernel(
         kind, tile, part, expert, half = unpack(task)
         row = tile * BLOCK_M
         ring_row = (tile % ring) * BLOCK_M
-        signal, least, what = needs(
-            kind, tile, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, ring, PARTS, UPS, DOWNS, SHARED_UPS
-        )
-        ok = ready
-        if not ready:
-            ok = wait_for(signal, least, control_ptrs, rank, tile, what, wait_limit, R)
+        signal, least, what = needs(kind, tile, x_ready_ptr, h_ready_ptr, shared_h_ready_ptr, ring, PARTS, UPS, SHARED_UPS)
+        ok = wait_for(signal, least, control_ptrs, rank, tile, what, wait_limit, R)
+        if (kind == UP) & (tile >= ring) & ok:  # the place of h, too
+            ok = wait_for(h_free_ptr + tile - ring, DOWNS, control_ptrs, rank, tile, H_FREE, wait_limit, R)
         order_copy_engine(tile)
         following = tl.where(lanes == 0, END, 0).to(tl.int64)
-        owed_ptr = x_ready_ptr + tile
-        owes = tile < 0
         if TRACE:
             note(trace_ptr, ticket, READY)
         if ok:
@@ -199,12 +179,13 @@ def forward_kernel(
                     x_ptr, x_ptrs, ring_ptr, x_ptr, x_ptrs, ring_ptr, peer_rank_ptr, peer_token_idx_ptr, row + part * ROWS,
                     ring_row + part * ROWS, H, K, R, False, ROWS, BLOCK_H,
                 )  # fmt: skip
-                owes = tile >= 0
+                order_copy_engine(tile)
+                announce(x_ready_ptr + tile)
                 following = find(tasks_ptr, taken, num_tasks, lanes)
             elif kind == NOTHING:
                 following = find(tasks_ptr, taken, num_tasks, lanes)
             elif HALF_TILES & (half != 0):
-                following, owed_ptr, owes = expert_task(
+                following = expert_task(
                     kind, tile, part, expert, ring_row, ticket, taken, lanes, tasks_ptr, num_tasks,
                     half_x_desc, half_h_desc, store_half_h_desc, save_half_gate_desc, save_half_up_desc,
                     gate_up_desc, down_desc, shared_x_desc, shared_h_desc, store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc,
@@ -214,7 +195,7 @@ def forward_kernel(
                     H, I, 0, R, CLAMP, SHARED_CLAMP, SAVE, BLOCK_M // 2, BLOCK_M, BLOCK_N, BLOCK_K, TRACE,
                 )  # fmt: skip
             else:
-                following, owed_ptr, owes = expert_task(
+                following = expert_task(
                     kind, tile, part, expert, ring_row, ticket, taken, lanes, tasks_ptr, num_tasks,
                     ring_x_desc, ring_h_desc, store_h_desc, save_gate_desc, save_up_desc,
                     gate_up_desc, down_desc, shared_x_desc, shared_h_desc, store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc,
@@ -223,14 +204,9 @@ def forward_kernel(
                     limit, shared_limit,
                     H, I, S, R, CLAMP, SHARED_CLAMP, SAVE, BLOCK_M, BLOCK_M, BLOCK_N, BLOCK_K, TRACE,
                 )  # fmt: skip
-        task = of_lane_0(following)
-        # What the next task needs is looked at while this one's stores are on their way. Nobody waits before they are announced.
-        ready = look(task, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, ring, PARTS, UPS, DOWNS, SHARED_UPS)
-        finish_copy_engine_stores(tile)
-        if owes:
-            announce(owed_ptr)
         if TRACE:
             note(trace_ptr, ticket, DONE)
             ticket = of_lane_0(taken)
+        task = of_lane_0(following)
     if TRACE:
         note_end(trace_ptr)

@@ -34,7 +34,7 @@ class ForwardPlan:
     """How the forward kernel cuts its work. No field changes a bit.
 
     num_sms: programs; 0 means one per multiprocessor.
-    minibatch_tiles, ring_tiles: tiles of 128 rows; the ring holds three minibatches or more, or all rows.
+    minibatch_tiles, ring_tiles: tiles of 128 rows; the ring holds at least two minibatches.
     parts: pull tasks per tile.
     half_tiles: multiply only the first half of a tile whose other half is padding.
     trace: write timestamps of every task.
@@ -174,9 +174,9 @@ def trace_record(workspace: Workspace, tickets: int, programs: int) -> Tensor:
 
 
 def ring_tiles(plan: ForwardPlan, tiles: int) -> int:
-    """Tiles of the ring, in whole minibatches: no more than can be in use, and at least three minibatches if places are used again."""
-    minibatches = min(max(3, plan.ring_tiles // plan.minibatch_tiles), triton.cdiv(tiles, plan.minibatch_tiles))
-    return max(1, minibatches) * plan.minibatch_tiles
+    """Tiles of the ring: no more than can be in use, at least two minibatches, whole minibatches."""
+    minibatches = max(2, min(plan.ring_tiles // plan.minibatch_tiles, triton.cdiv(tiles, plan.minibatch_tiles)))
+    return minibatches * plan.minibatch_tiles
 
 
 def forward(

@@ -4,8 +4,7 @@
     block b: up of minibatch b, then down of minibatch b - 1 (block 0: down of the shared experts); the pulls of minibatch b + 1 are
              spread over the first part of the block.
 
-A task waits only for tasks of earlier tickets, so the kernel ends however few programs are resident. (A pull that uses a place again waits
-for down tasks of three minibatches before or more.) A down task starts when the up tasks
+A task waits only for tasks of earlier tickets, so the kernel ends however few programs are resident. A down task starts when the up tasks
 it reads have had the time of a whole minibatch to finish. Within a minibatch the row tile runs fastest, so that programs working at the
 same time share the tile of weights in the L2 cache.
 
