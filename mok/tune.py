@@ -162,6 +162,11 @@ def store(path: Path, key: Key, choice: dict[str, Any]) -> None:
 # ---- candidates ----
 
 
+def automatic_run(rows: int, local_experts: int) -> int:
+    """What BackwardPlan makes of run 0, for so many rows of all of a rank's experts."""
+    return 4 if rows / local_experts <= 1024 else 1
+
+
 def waves(name: str, key: Key, num_sms: int) -> int:
     """Tiles of a group of so many waves of tasks in the backward's shortest phase."""
     per_tile = min(-(-key.I // BACKWARD_TILE), -(-key.H // BACKWARD_TILE))
@@ -176,7 +181,7 @@ def invalid(field: str, value: Any, key: Key, num_sms: int) -> str:
         return f"a minibatch of {value} tiles is more than all {key.most_tiles}"
     if field == "group_tiles" and value >= key.most_tiles:
         return f"a group of {value} tiles is all {key.most_tiles}, as without a limit"
-    if field == "run" and value == (4 if key.T * key.K / key.local_experts <= 1024 else 1):
+    if field == "run" and value == automatic_run(key.T * key.K, key.local_experts):
         return f"a run of {value} tiles is what 0 means here"
     if field == "run" and value * BACKWARD_TILE > key.H:
         return f"a run of {value} tiles is wider than H={key.H}"

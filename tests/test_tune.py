@@ -47,6 +47,22 @@ def test_the_fields_and_defaults_are_the_plans():
     assert tune.SHIPPED.name in project["tool"]["setuptools"]["package-data"]["mok"]
 
 
+@pytest.mark.parametrize("tokens", [1024, 1025])
+def test_a_run_of_0_means_what_the_launch_makes_of_it(tokens):
+    pytest.importorskip("triton")
+    from mok.kernels import launch, launch_backward, memory, schedule
+
+    hidden, experts, top_k, cpu = 64, 2, 2, torch.device("cpu")
+    view = memory.virtual_memory(memory.backward_regions(tokens, hidden, experts, top_k, 1), 1, cpu)[0]
+    workspace = launch.Workspace(view, tokens, hidden, top_k, cpu, num_sms=2)
+    rows = schedule.empty_schedule(schedule.max_tiles(tokens, top_k, 1, experts), experts, cpu)
+    zeros = lambda *size: torch.zeros(*size, dtype=torch.bfloat16)  # noqa: E731
+    saved = launch.Saved(zeros(0, 64), zeros(0, 64), zeros(tokens, 8), zeros(tokens, 8))
+    x, weights, expert = zeros(tokens, hidden), torch.zeros(tokens, top_k), zeros(experts, 64, hidden)
+    call = launch_backward.prepare(workspace, rows, saved, x, x, weights, expert, expert, expert)
+    assert call.kernel["RUN"] == tune.automatic_run(tokens * top_k, experts) == (4 if tokens == 1024 else 1)
+
+
 def test_what_is_tried():
     assert values_of("forward", "minibatch_tiles", KEY, SMS) == [8, 12, 16, 20, 24, 32]
     assert values_of("backward", "group_tiles", KEY, SMS) == [0, 88, 352], "two and eight waves of 3 tasks a tile"

@@ -19,8 +19,9 @@ from mok.bench.baselines import TorchLayer
 from mok.bench.layers import GpuLayer, make_batch, make_experts
 from mok.bench.report import ROOT
 from mok.bench.shapes import Shape
+from mok.tune import automatic_run
 
-MOST_PROCESSES = 12  # each keeps a few GB of the GPU
+MOST_PROCESSES = 16  # each keeps a few GB of the GPU
 
 
 def warm(shapes: Collection[Shape], limit_s: float) -> None:
@@ -61,7 +62,7 @@ def compile_for(shape: Shape, device: torch.device) -> None:
     experts, batch = make_experts(few, device), make_batch(few, 0, 0, device)
     layer = GpuLayer(shape.T, few.E, shape.K, experts, None, 1.0)
     layer.forward(batch)
-    layer.backward(batch, layer.forward(batch, True)[1])
+    layer.backward(batch, layer.forward(batch, True)[1], dict(run=automatic_run(shape.T * shape.K, shape.E)))
     whole = GpuLayer(shape.T, shape.E, shape.K, experts, None, 1.0)
     launch.schedule(whole.workspace, batch.ids_TK, shape.E)
     combine(whole.workspace.memory.own["combine"], batch.ids_TK, batch.weights_TK, shape.E, None, None)
