@@ -87,10 +87,12 @@ def sigmoid(x):
 
 @triton.jit
 def dot(a, b, total):
-    if INTERPRETING:  # it would multiply bf16 as integers
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b.T, total)
+    """total + a b, of bf16 tiles."""
+    if INTERPRETING:  # it would multiply bf16 as integers, and fp32 by a library whose sums depend on the tile's shape
+        total = total + tl.dot(a.to(tl.float64), b.to(tl.float64)).to(tl.float32)
+    else:
+        total = tl.dot(a, b, total)
+    return total
 
 
 @triton.jit
@@ -100,7 +102,7 @@ def multiply(a_desc, b_desc, row, b_row, depth, BLOCK_M: tl.constexpr, BLOCK_N: 
     for k in tl.range(0, depth, BLOCK_K):
         a = a_desc.load([row, k])
         b = b_desc.load([0, b_row, k]).reshape(2 * BLOCK_N, BLOCK_K)
-        total = dot(a, b, total)
+        total = dot(a, b.T, total)
     return total
 
 

@@ -26,8 +26,8 @@ def gate_and_up(x_desc, gate_desc, up_desc, row, weight_row, depth, BLOCK_M: tl.
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(0, depth, BLOCK_K):
         x = x_desc.load([row, k])
-        gate = dot(x, gate_desc.load([weight_row, k]), gate)
-        up = dot(x, up_desc.load([weight_row, k]), up)
+        gate = dot(x, gate_desc.load([weight_row, k]).T, gate)
+        up = dot(x, up_desc.load([weight_row, k]).T, up)
     return gate, up
 
 
@@ -45,10 +45,7 @@ def multiply_rows(
         k = (step - plane * steps) * BLOCK_K
         a = a_desc.load([plane, a_row, k]).reshape(BLOCK_M, BLOCK_K)
         b = b_desc.load([plane ^ b_reversed, b_row + k, column]).reshape(BLOCK_K, BLOCK_N)
-        if INTERPRETING:  # it would multiply bf16 as integers
-            a = a.to(tl.float32)
-            b = b.to(tl.float32)
-        total = tl.dot(a, b, total)
+        total = dot(a, b, total)
     return total
 
 
@@ -272,10 +269,7 @@ def d_weight_run(
         from_row = around(row + step * BLOCK_K, wrap)
         a = a_desc.load([from_row, a_column])
         b = b_desc.load([from_row, column])
-        if INTERPRETING:
-            a = a.to(tl.float32)
-            b = b.to(tl.float32)
-        total = tl.dot(a.T, b, total)
+        total = dot(a.T, b, total)
         done = step == steps - 1
         if done:
             store_by_copy_engine(total, to_desc, to_row, column, BLOCK_M, BLOCK_N, SLICE)
@@ -294,10 +288,7 @@ def multiply_columns(a_desc, b_desc, total, row, wrap, depth, a_column, b_column
         from_row = around(row + k, wrap)
         a = a_desc.load([from_row, a_column])
         b = b_desc.load([from_row, b_column])
-        if INTERPRETING:
-            a = a.to(tl.float32)
-            b = b.to(tl.float32)
-        total = tl.dot(a.T, b, total)
+        total = dot(a.T, b, total)
     return total
 
 
