@@ -17,7 +17,7 @@ DEVICE = torch.device("cuda")
 
 def poison() -> None:
     """Fill memory that is about to be allocated again with NaN and Inf: blocks of the sizes that the allocator keeps apart."""
-    blocks = [torch.full((2**n,), float("nan") if n % 2 else float("inf"), device=DEVICE) for n in range(6, 22) for _ in range(3)]
+    blocks = [torch.full((2**n,), float("nan") if n % 2 else float("inf"), device=DEVICE) for n in range(6, 20) for _ in range(3)]
     del blocks
 
 

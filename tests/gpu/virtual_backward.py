@@ -51,13 +51,13 @@ def _swiglu_gradients(x, d_y, w, gate_w, up_w, down_w, clamp):
 
 
 def expected(problem: Problem, d_y: Tensor) -> dict[str, Tensor]:
-    """The output without any rounding, and the gradients."""
+    """The output without any rounding, and the gradients; those of weights kept in fp32, as they are large."""
     p, x, dy = problem, problem.x_TH.double(), d_y.double()
     d_x, d_weights = torch.zeros_like(x), torch.zeros(p.ids_TK.shape, dtype=torch.float64, device=DEVICE)
-    out = {name: torch.zeros(w.shape, dtype=torch.float64, device=DEVICE) for name, w in zip(NAMES, (p.gate, p.up, p.down), strict=True)}
+    out = {name: torch.zeros(w.shape, device=DEVICE) for name, w in zip(NAMES, (p.gate, p.up, p.down), strict=True)}
     if p.shared:
         d_x, _, *shared = _swiglu_gradients(x, dy, torch.ones_like(x[:, 0]), *p.shared, p.shared_clamp)
-        out |= {f"shared {name}": grad for name, grad in zip(NAMES, shared, strict=True)}
+        out |= {f"shared {name}": grad.float() for name, grad in zip(NAMES, shared, strict=True)}
     for e in range(p.experts):
         token, k = (p.ids_TK == e).nonzero(as_tuple=True)
         if len(token):
