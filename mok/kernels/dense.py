@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mok.executor import swiglu, swiglu_backward
-from mok.kernels.experts import rounded
+from mok.kernels.experts import dot, rounded
 from mok.kernels.signals import INTERPRETING
 
 
@@ -38,8 +38,8 @@ def dense_kernel(
         b = tl.load(
             b_ptr + (k + depth)[:, None] * b_row + columns[None, :] * b_column, mask=inside[:, None] & (columns < N)[None, :], other=0.0
         )
-        if NARROW and not INTERPRETING:  # the interpreter multiplies bf16 as integers
-            total = tl.dot(a, b, total)
+        if NARROW or INTERPRETING:
+            total = dot(a, b, total)
         else:
             total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="tf32x3")
     if ROUND:
