@@ -69,7 +69,6 @@ from dense import Plan, assert_steps, dense, exact, random_ids
 from layers import NAMES, Batch, assert_close, assert_equal
 from processes import run_processes
 from strides import strided_and_contiguous
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 from virtual import DEVICE, Problem
 from virtual_backward import Group
@@ -538,6 +537,8 @@ def step_by(function, batch: Batch) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_for_any_number_of_tokens(backend):
     """After an eager call with the most tokens: whole graphs, the exact bits, few recompiles; also with no route at all."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # here, as every process of the other tests would wait for it
+
     torch._dynamo.reset()
     step_by(mok.moe, batch_of(random_ids(4096, range(EXPERTS))))
     counter, first = CompileCounterWithBackend(backend), 0
