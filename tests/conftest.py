@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import shutil
+import signal
 import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,3 +32,27 @@ def _clean_start():
     poison()
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+# ---- runs of mok train ----
+
+MODULES = ("abc", "argparse", "ast", "bisect", "calendar", "cmd", "copy", "csv", "dis", "enum", "fractions", "glob", "heapq", "inspect")
+
+
+@pytest.fixture
+def restored():
+    """In-process runs set signal handlers and the number of threads."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("text")
+    for module in MODULES:
+        shutil.copy(Path(sysconfig.get_path("stdlib")) / f"{module}.py", folder)
+    return str(folder)

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 from pathlib import Path
 
@@ -26,26 +25,7 @@ from mok.train import Checkpoint, Options, Ranks, Trainer, TrainError
 STEPS = 20
 SMALL = dict(steps=STEPS, hidden=64, layers=3, batch=8, sequence=32, experts=8, top_k=2, checkpoint_every=3, eval_every=10)
 TIMEOUT_S = 150
-MODULES = ("abc", "argparse", "ast", "bisect", "calendar", "cmd", "copy", "csv", "dis", "enum", "fractions", "glob", "heapq", "inspect")
-
-
-@pytest.fixture(autouse=True)
-def _restored():
-    """In-process runs set signal handlers and the number of threads."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("text")
-    for module in MODULES:
-        shutil.copy(Path(sysconfig.get_path("stdlib")) / f"{module}.py", folder)
-    return str(folder)
+pytestmark = pytest.mark.usefixtures("restored")
 
 
 def here(run: Path, resume: bool = False, **options) -> int:

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -27,26 +26,7 @@ SMALL = dict(
     dtype="bfloat16", checkpoint_every=0, eval_every=STEPS,
 )  # fmt: skip
 TIMEOUT_S = 280
-MODULES = ("abc", "argparse", "ast", "bisect", "calendar", "cmd", "copy", "csv", "dis", "enum", "fractions", "glob", "heapq", "inspect")
-
-
-@pytest.fixture(autouse=True)
-def _restored():
-    """In-process runs set signal handlers and the number of threads."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("text")
-    for module in MODULES:
-        shutil.copy(Path(sysconfig.get_path("stdlib")) / f"{module}.py", folder)
-    return str(folder)
+pytestmark = pytest.mark.usefixtures("restored")
 
 
 def digest_of(output: str) -> str:
