@@ -106,11 +106,11 @@ def compile_one(kernel, arch: int, constants: dict[str, object], num_warps: int 
     )  # fmt: skip
 
 
-def forward(arch: int, hidden=7168, width=2048, shared=0, ranks=1, save=False, half_tiles=True) -> list[dict[str, object]]:
+def forward(arch: int, hidden=7168, width=2048, shared=0, ranks=1, save=False) -> list[dict[str, object]]:
     constants = dict(
         H=hidden, I=width, S=shared, K=8, R=ranks, CLAMP=save, SHARED_CLAMP=save, SAVE=save, PARTS=PLAN.parts,
         BLOCK_M=PLAN.block_m, BLOCK_N=PLAN.block_n, BLOCK_K=PLAN.block_k, BLOCK_H=PLAN.block_h, THREADS=32 * PLAN.num_warps,
-        HALF_TILES=half_tiles, TRACE=False,
+        TRACE=False,
     )  # fmt: skip
     return [compile_one(forward_kernel, arch, constants, PLAN.num_warps, PLAN.num_stages)]
 
@@ -129,7 +129,6 @@ def main() -> None:
     for arch in (90, 100, 103):
         facts[f"forward {arch}"] = forward(arch)
         facts[f"forward shared saved two ranks {arch}"] = forward(arch, shared=2048, ranks=2, save=True)
-        facts[f"forward whole tiles {arch}"] = forward(arch, half_tiles=False)
         facts[f"forward odd sizes {arch}"] = forward(arch, 2880, 1408)
         facts[f"schedule {arch}"] = schedule(arch)
         constants = dict(TILES=16, PARTS=4, UPS=16, DOWNS=28, SHARED_UPS=16, BLOCK_M=128, HALF_TILES=True, BLOCK=256)

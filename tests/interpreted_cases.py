@@ -128,7 +128,7 @@ def run_layer(
         for tensor in [out, *(vars(kept).values() if kept else ())]:
             if tensor is not None:
                 tensor.share_memory_().fill_(float("nan"))
-        launch.write_tasks(workspace, arguments, rows, plan.minibatch_tiles)
+        launch.write_tasks(workspace, arguments, rows, plan)
         launches.append(arguments)
         shared_outs.append(out)
         saved.append(kept)

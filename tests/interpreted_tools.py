@@ -44,7 +44,7 @@ def case_forward_trace():
     )  # fmt: skip
     share(workspace)
     out.share_memory_()
-    launch.write_tasks(workspace, args, rows, FORWARD.minibatch_tiles)
+    launch.write_tasks(workspace, args, rows, FORWARD)
     run_concurrently(forward_kernel, 2, [args])
     line = trace.forward_timeline(workspace, workspace.scratch["trace"], 2)
     tiles = int(rows.num_tokens) // BLOCK

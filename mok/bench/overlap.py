@@ -73,7 +73,7 @@ def prepare(workspace: Any, rows: Any, x_TH: Tensor, experts: Experts, plan: Any
         args["max_tiles"] = tiles + shift
     stride = tiles + shift
     args["signals_ptr"] = torch.zeros(32 + 3 * stride, dtype=torch.int32, device=x_TH.device)
-    launch.write_tasks(workspace, args, rows, plan.minibatch_tiles)
+    launch.write_tasks(workspace, args, rows, plan)
     template, tasks = torch.zeros_like(args["signals_ptr"]), args["tasks_ptr"]
     listed = tasks[1:]
     if "dispatch" in left_out:

@@ -299,7 +299,7 @@ def backward_kernel(
     RUN: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, SLICE: tl.constexpr, BLOCK_H: tl.constexpr, THREADS: tl.constexpr,
     GATE_UPS: tl.constexpr, HIDDENS: tl.constexpr, D_XS: tl.constexpr, D_WEIGHTS: tl.constexpr,
-    SHARED_HIDDENS: tl.constexpr, SHARED_D_XS: tl.constexpr, HALF_TILES: tl.constexpr, TRACE: tl.constexpr,
+    SHARED_HIDDENS: tl.constexpr, SHARED_D_XS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Take tickets until none is left. signals: the ticket counter, then the counters of the module's text; zero at the start."""
     STORE: tl.constexpr = BLOCK_N // 2 if BLOCK_N > SLICE else SLICE
@@ -433,7 +433,7 @@ def backward_kernel(
                         store_tile(up_value, ring_d_up_ptr, rows_here, part * STORE, I, BLOCK_M, STORE, SLICE, I % STORE != 0)
                         order_copy_engine(tile)
                         announce(gate_ready_ptr + tile)
-                elif HALF_TILES & (last == 1):
+                elif last == 1:  # half a tile
                     ticket, next_kind = tile_task(
                         kind, tile, part, expert, group, number, taken, lanes, list_ptr, total, half_d_y_desc, half_d_gate_up_desc,
                         down_kn_desc, gate_up_kn_desc, shared_d_y_desc, shared_d_gate_up_desc, shared_down_kn_desc, shared_gate_up_kn_desc,

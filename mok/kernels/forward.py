@@ -139,7 +139,7 @@ def forward_kernel(
     H: tl.constexpr, I: tl.constexpr, S: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     CLAMP: tl.constexpr, SHARED_CLAMP: tl.constexpr, SAVE: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, THREADS: tl.constexpr,
-    HALF_TILES: tl.constexpr, TRACE: tl.constexpr,
+    TRACE: tl.constexpr,
 ):  # fmt: skip
     """Take tasks until none is left. signals: the ticket counter, then the counters per tile (module text); zero at the start."""
     UPS: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
@@ -184,7 +184,7 @@ def forward_kernel(
                 following = find(tasks_ptr, taken, num_tasks, lanes)
             elif kind == NOTHING:
                 following = find(tasks_ptr, taken, num_tasks, lanes)
-            elif HALF_TILES & (half != 0):
+            elif half != 0:
                 following = expert_task(
                     kind, tile, part, expert, ring_row, ticket, taken, lanes, tasks_ptr, num_tasks,
                     half_x_desc, half_h_desc, store_half_h_desc, save_half_gate_desc, save_half_up_desc,

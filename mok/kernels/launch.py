@@ -226,21 +226,21 @@ def launch_kernel(
     args, saved, shared_out = kernel_arguments(
         workspace, rows, x_TH, gate_LIH, up_LIH, down_LHI, shared, clamp, shared_clamp, saved_rows, save, plan, hidden, width, shared_out_TH
     )
-    write_tasks(workspace, args, rows, plan.minibatch_tiles)
+    write_tasks(workspace, args, rows, plan)
     workspace.barrier()
     programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
     forward_kernel[(programs,)](**args, num_warps=plan.num_warps, num_stages=plan.num_stages)
     return shared_out, saved
 
 
-def write_tasks(workspace: Workspace, args: dict[str, object], rows: DeviceSchedule, minibatch_tiles: int) -> None:
+def write_tasks(workspace: Workspace, args: dict[str, object], rows: DeviceSchedule, plan: ForwardPlan) -> None:
     """The kernel's list of tasks, and signals at zero."""
     tasks, signals, n = args["tasks_ptr"], args["signals_ptr"], args["BLOCK_N"]
     programs = min(triton.cdiv(tasks.numel(), BLOCK_TICKETS), 2 * workspace.num_sms)
     tasks_kernel[(programs,)](
         tasks, signals, rows.tile_expert, rows.peer_rank, rows.num_tokens, signals.numel(), args["tokens"],
-        TILES=minibatch_tiles, PARTS=args["PARTS"], UPS=triton.cdiv(args["I"], n), DOWNS=triton.cdiv(args["H"], 2 * n),
-        SHARED_UPS=triton.cdiv(args["S"], n), BLOCK_M=args["BLOCK_M"], HALF_TILES=args["HALF_TILES"], BLOCK=BLOCK_TICKETS,
+        TILES=plan.minibatch_tiles, PARTS=args["PARTS"], UPS=triton.cdiv(args["I"], n), DOWNS=triton.cdiv(args["H"], 2 * n),
+        SHARED_UPS=triton.cdiv(args["S"], n), BLOCK_M=args["BLOCK_M"], HALF_TILES=plan.half_tiles, BLOCK=BLOCK_TICKETS,
     )  # fmt: skip
 
 
@@ -299,6 +299,6 @@ def kernel_arguments(
         rank=memory.rank, H=hidden, I=width, S=shared_width, K=workspace.top_k, R=memory.size,
         CLAMP=clamp is not None, SHARED_CLAMP=shared_clamp is not None, SAVE=save, PARTS=plan.parts,
         BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, BLOCK_H=min(plan.block_h, triton.next_power_of_2(hidden)),
-        THREADS=32 * plan.num_warps, HALF_TILES=plan.half_tiles, TRACE=plan.trace,
+        THREADS=32 * plan.num_warps, TRACE=plan.trace,
     )  # fmt: skip
     return args, saved, shared_out

@@ -231,7 +231,7 @@ def gpu_shared_gate_up(
             inner, rows, x, gate, up, down, (shared_gate, shared_up, shared_down), clamp, shared_clamp, 0, True, cut, hidden, gate.shape[1],
             shared_out_TH=x,
         )  # fmt: skip
-        launch.write_tasks(inner, {**arguments, "H": 0}, none, cut.minibatch_tiles)  # no slices of H: no down tasks
+        launch.write_tasks(inner, {**arguments, "H": 0}, none, cut)  # no slices of H: no down tasks
         programs = (cut.num_sms or inner.num_sms) * cut.programs_per_sm
         forward_kernel[(programs,)](**arguments, num_warps=cut.num_warps, num_stages=cut.num_stages)
     return saved.shared_gate_TS, saved.shared_up_TS
