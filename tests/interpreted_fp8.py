@@ -122,5 +122,111 @@ def case_ranks():
         assert torch.equal(out, first), ranks
 
 
+def case_delays():
+    """Ten seeds of random delays at every atomic operation: the same bits."""
+    problem = Problem(2, 20, 32, 144, 2, 2)
+    first, _, _ = run_layer(problem, 1)
+    assert_near(first, expected(problem))
+    plans = [PLAN, dataclasses.replace(PLAN, num_sms=1)]
+    for seed in range(10):
+        out, _, _ = run_layer(problem, 1 + seed % 3, plans[seed % 2], max_delay_s=0.003, seed=seed)
+        assert torch.equal(out, first), seed
+
+
+def case_knobs():
+    """Minibatch, ring, parts and programs move no bit; shared experts in bf16."""
+    problem = Problem(3, 50, 272, 48, 3, 2, shared_width=24)
+    first, _, _ = run_layer(problem, 1)
+    assert_near(first, expected(problem))
+    small, large = dict(minibatch_tiles=1, ring_tiles=2), dict(minibatch_tiles=3, ring_tiles=9, parts=1)
+    for changes in (small, large, dict(parts=4, num_sms=3), dict(num_sms=1)):
+        out, _, _ = run_layer(problem, 2, dataclasses.replace(PLAN, **changes))
+        assert torch.equal(out, first), changes
+
+
+def case_clamp_and_saved():
+    """Clamps; gate and up of the first rows saved as they were used, padding as zeros; nothing beyond C is written."""
+    problem = Problem(4, 40, 256, 272, 4, 2, masked=0.0, shared_width=80)
+    recipe = Recipe("fp8")
+    for clamp, shared_clamp in ((None, None), (0.25, 0.5)):
+        out, schedules, saved = run_layer(problem, 1, clamp=clamp, shared_clamp=shared_clamp, saved_rows=40)
+        assert_near(out, expected(problem, clamp, shared_clamp))
+        rows = schedules[0]
+        token, live = rows.peer_token_idx[:40].long() // 2, rows.peer_rank[:40, None] >= 0
+        assert not live.all()
+        x = torch.where(live, recipe.rows(problem.x_TH.float())[token], 0)
+        expert = rows.tile_expert[:3].repeat_interleave(BLOCK)[:40].long()
+        for kept, weights in ((saved[0].gate_CI, problem.gate_EIH), (saved[0].up_CI, problem.up_EIH)):
+            want = torch.einsum("mh,mih->mi", x, recipe.weight(weights.float(), -1)[expert])
+            assert kept.shape == (40, 272) and not kept[~live[:, 0]].any()
+            assert torch.allclose(kept.float(), want, atol=1e-4, rtol=2**-8)
+
+
+def case_extremes():
+    """All masked, all to one expert, no tokens, K larger than a rank's experts."""
+    for ids, tokens in ((-1, 20), (2, 40), (None, 0)):
+        problem = Problem(5, tokens, 144, 48, 3, 2, masked=0.0)
+        if ids is not None:
+            problem.ids_TK.fill_(ids)
+            problem.weights_TK = torch.rand(tokens, 2)
+        for ranks in (1, 2):
+            out, _, _ = run_layer(problem, ranks)
+            assert out.shape == problem.x_TH.shape
+            if ids == -1:
+                assert not out.any()
+            else:
+                assert_near(out, expected(problem))
+
+
+def case_special_values():
+    """NaN and Inf make NaN of their own token alone; tokens of zeros, of subnormals and near the largest number are as on the CPU."""
+    problem = Problem(6, 30, 256, 144, 3, 2, masked=0.0)
+    problem.x_TH[3], problem.x_TH[4] = 0.0, 1e-39
+    problem.x_TH[5] *= 2.0**100
+    problem.x_TH[6] *= 2.0**-90
+    clean, _, _ = run_layer(problem, 2)
+    want = expected(problem)
+    finite = [t for t in range(30) if t != 5]
+    assert_near(clean[finite], want[finite])
+    assert torch.equal(clean[5].isfinite(), want[5].isfinite())
+    problem.x_TH[11, 5], problem.x_TH[12, 200] = float("nan"), float("inf")
+    out, _, _ = run_layer(problem, 2)
+    assert out[11:13].isnan().all()
+    others = torch.tensor([t not in (5, 11, 12) for t in range(30)])
+    assert torch.equal(out[others], clean[others])
+
+
+def case_every_step_is_scaled():
+    """Scales far apart: a row's blocks by 2^(8 b), the weights' blocks by their inverse. Without either scale nothing would be left."""
+    problem = Problem(7, 24, 384, 256, 2, 2, masked=0.0)
+    factors = torch.tensor([2.0**-20, 1.0, 2.0**20]).repeat_interleave(128)
+    problem.x_TH *= factors
+    for weight in (problem.gate_EIH, problem.up_EIH):
+        weight /= factors
+        weight[:, :128] *= 2.0**-3
+    problem.down_EHI[:, 128:256] *= 2.0**5
+    out, _, _ = run_layer(problem, 2)
+    assert_near(out, expected(problem))
+
+
+def case_weights_are_checked():
+    problem = Problem(8, 4, 144, 48, 2, 1)
+    good = QuantizedExperts.of(problem.gate_EIH, problem.up_EIH, problem.down_EHI)
+    for kind, bad in (
+        (TypeError, good._replace(up=Quantized(problem.up_EIH, good.up.scale))),
+        (TypeError, good._replace(up=Quantized(good.up.values, good.up.scale.float()))),
+        (ValueError, good._replace(down=Quantized(good.down.values, good.gate.scale))),
+        (ValueError, good._replace(gate=Quantized(good.gate.values.mT.contiguous().mT, good.gate.scale))),
+    ):
+        try:
+            bad.check()
+            raise AssertionError("no error")
+        except kind as error:
+            assert str(error).startswith(("gate", "up", "down")), error
+    for weight, made in zip((problem.gate_EIH, problem.up_EIH, problem.down_EHI), good, strict=True):
+        assert torch.equal(dequantize(*made, FP8_SQUARE), Recipe("fp8").weight(weight.float(), -1))
+    assert FP8_ROW == (1, launch_fp8.BLOCK)
+
+
 if __name__ == "__main__":
     run_cases(globals(), sys.argv[1:])
