@@ -27,7 +27,7 @@ from mok.kernels.experts import find_slots, push_to_slots, rounded_pairs, swiglu
 from mok.kernels.forward import needs
 from mok.kernels.quantize import e4m3_rows, e4m3_to_fp32, scale_of
 from mok.kernels.signals import H_FREE, INTERPRETING, announce, finish_copy_engine_stores, order_copy_engine, wait_for
-from mok.kernels.tasks import DOWN, END, NOTHING, PULL, UP, find, of_lane_0, unpack
+from mok.kernels.tasks import END, NOTHING, PULL, UP, find, of_lane_0, unpack
 from mok.kernels.trace import BEGIN, COMPUTED, DONE, READY, note, note_begin, note_end
 
 

@@ -130,7 +130,8 @@ def write_tasks(workspace: Workspace, arguments: dict[str, object], rows: Device
 
 
 def kernel_arguments(
-    workspace: Workspace, rows: DeviceSchedule, experts: QuantizedExperts, clamp: float | None, saved_rows: int, save: bool, plan: ForwardPlan
+    workspace: Workspace, rows: DeviceSchedule, experts: QuantizedExperts, clamp: float | None, saved_rows: int, save: bool,
+    plan: ForwardPlan,
 ) -> tuple[dict[str, object], Saved | None]:  # fmt: skip
     """Every argument of the kernel by name."""
     memory, hidden, width, m = workspace.memory, workspace.hidden, experts.gate.values.shape[1], plan.block_m
