@@ -26,7 +26,7 @@ from mok.bench.shapes import TINY, Shape, choose
 from mok.bench.timing import medians
 from mok.quantize import Precision, Recipe
 
-FORWARD_LIMIT = 1e-2  # in bf16; with quantized operands, where h may round the other way, `checks.LIMIT`
+FORWARD_LIMIT = 1e-2  # three times as much with quantized operands: where gate is off by a rounding, h may be off by one of E4M3
 INPUT_SETS = 3
 Row = dict[str, Any]
 
@@ -69,7 +69,7 @@ class OneDevice:
             self._equal([self.layer.forward(batch, changes=changes)[0]], [first], ["out"], label)
         self.layer.finish()
         error = checks.forward_error(first, *batch[:3], self.experts, shared=self.shared, recipe=Recipe(self.precision))
-        if not error < (FORWARD_LIMIT if self.precision == "bf16" else checks.LIMIT):
+        if not error < (FORWARD_LIMIT if self.precision == "bf16" else 3 * FORWARD_LIMIT):
             raise AssertionError(f"relative error {error:.1e}")
         return error
 

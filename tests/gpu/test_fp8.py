@@ -13,17 +13,16 @@ import sys
 
 sys.path.insert(0, os.path.dirname(__file__))
 
-from virtual import DEVICE, Group, Problem, assert_close
+from virtual import DEVICE, Group, Problem
 
 import mok
 from mok import schedule as host_schedule
 from mok.kernels import launch, launch_fp8, memory
 from mok.kernels.launch import ForwardPlan
 from mok.kernels.launch_fp8 import QuantizedExperts
-from mok.quantize import FP8_ROW, Recipe, quantize
+from mok.quantize import FP8_ROW, Recipe, dequantize, quantize
 
 RECIPE = Recipe("fp8")
-LIMIT = 1.5e-2  # an element of h that rounds to the next E4M3 value moves a row more than a rounding to bf16 does
 SMALL = ForwardPlan(minibatch_tiles=4, ring_tiles=8)
 
 
@@ -79,6 +78,19 @@ def expected(problem: Problem) -> torch.Tensor:
     return out
 
 
+def relative(got: torch.Tensor, want: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    return (got.double() - want.double()).norm(dim=dim) / want.double().norm(dim=dim).clamp(min=1e-3)
+
+
+def assert_near(out: torch.Tensor, want: torch.Tensor) -> None:
+    """The tensor cores keep fewer bits than fp32, so gate and up may round to the next bf16, and then one element of h in 16 to the next
+    E4M3, 6 % further. `test_stage_by_stage` has no such slack."""
+    assert torch.isfinite(out.float()).all(), "not finite"
+    if out.numel():
+        assert relative(out, want) < 2e-2 and relative(out, want, 1).max() < 8e-2, (relative(out, want), relative(out, want, 1).max())
+        assert relative(out[:, -8:], want[:, -8:]) < 4e-2, "the last 8 columns"
+
+
 SIZES = {  # tokens, hidden, width, experts, K, shared width
     "plain": (1024, 1024, 512, 8, 2, 0),
     "shared": (1000, 1024, 512, 8, 2, 768),
@@ -97,9 +109,39 @@ def test_near_the_definition_and_equal_for_every_number_of_ranks(name):
     want, first = expected(problem), None
     for ranks in (1, 2, 3):
         out = Fp8Group(problem, ranks).run()
-        assert_close(out, want, LIMIT)
+        assert_near(out, want)
         first = out if first is None else first
         assert torch.equal(out, first), ranks
+
+
+@pytest.mark.parametrize("sizes", [(600, 1024, 512, 4, 2), (700, 2880, 2880, 5, 2), (300, 7168, 2048, 3, 2), (300, 656, 1424, 3, 2)], ids=str)
+def test_stage_by_stage(sizes):
+    """Gate and up from x, h from the kernel's gate and up, y from the kernel's h, each as near as its own rounding allows."""
+    problem = Problem(*sizes)
+    group = Fp8Group(problem, 1, ForwardPlan(ring_tiles=64, minibatch_tiles=4))
+    group.run()
+    _, rows, saved = group.one_rank(0, save=True, saved_rows=64 * 128)
+    torch.cuda.synchronize()
+    count, workspace = int(rows.num_tokens), group.workspaces[0]
+    assert count <= 64 * 128, "the ring holds all rows"
+    live = rows.peer_rank[:count] >= 0
+    expert, slot = rows.tile_expert[: count // 128].long().repeat_interleave(128)[live], rows.peer_token_idx[:count].long()[live]
+    x = RECIPE.rows(problem.x_TH.float())[slot // problem.top_k]
+    ring = lambda name, shape: workspace.scratch[name].view(-1, shape)[:count][live]  # noqa: E731
+    kept = {"gate": saved.gate_CI[:count][live], "up": saved.up_CI[:count][live]}
+    blocks = -(-problem.width // 128)
+    values, codes = ring("h_e4m3_ring", problem.width).view(torch.float8_e4m3fn), ring("h_scale_ring", blocks)
+    h_values, h_codes = quantize(torch.nn.functional.silu(kept["gate"].float()).mul(kept["up"].float()).bfloat16(), FP8_ROW)
+    assert (codes == h_codes).float().mean() > 0.999
+    assert (values.view(torch.uint8) == h_values.view(torch.uint8)).float().mean() > 0.995
+    h, y = dequantize(values, codes, FP8_ROW), workspace.memory.own["combine"][slot]
+    for e in range(problem.experts):
+        mine = expert == e
+        for name, weights in (("gate", problem.gate), ("up", problem.up)):
+            want = x[mine].double() @ RECIPE.weight(weights[e].float(), -1).double().T
+            assert relative(kept[name][mine], want, 1).max() < 4e-3, name
+        want = h[mine].double() @ RECIPE.weight(problem.down[e].float(), -1).double().T
+        assert relative(y[mine], want, 1).max() < 4e-3, "y"
 
 
 def test_every_scale_counts():
@@ -112,7 +154,7 @@ def test_every_scale_counts():
     problem.up[:, 128:256] *= 16.0
     problem.down[:, :, 128:256] /= 16.0
     problem.down[:, 256:384] *= 8.0
-    assert_close(Fp8Group(problem, 2).run(), expected(problem), LIMIT)
+    assert_near(Fp8Group(problem, 2).run(), expected(problem))
 
 
 def many_rows() -> Problem:
@@ -123,7 +165,7 @@ def many_rows() -> Problem:
 def test_bits_do_not_depend_on_time(ranks):
     problem = many_rows()
     first = Fp8Group(problem, 1).run()
-    assert_close(first, expected(problem), LIMIT)
+    assert_near(first, expected(problem))
     group = Fp8Group(problem, ranks, SMALL)
     for repeat in range(50):
         assert torch.equal(group.run(delay=True), first), repeat
@@ -159,14 +201,14 @@ def test_extremes(ranks):
         else:
             problem.ids_TK = torch.full((900, 2), ids, device=DEVICE)
         problem.weights_TK = torch.randn(900, 2, device=DEVICE)
-        assert_close(Fp8Group(problem, ranks).run(), expected(problem), LIMIT)
+        assert_near(Fp8Group(problem, ranks).run(), expected(problem))
 
 
 def test_no_tokens():
     problem = Problem(0, 512, 256, 8, 2, shared_width=256)
     assert Fp8Group(problem, 1).run().shape == (0, 512)
     problem = Problem(1, 512, 256, 8, 2)
-    assert_close(Fp8Group(problem, 3).run(), expected(problem), LIMIT)
+    assert_near(Fp8Group(problem, 3).run(), expected(problem))
 
 
 def test_nan_and_inf_stay_in_their_tokens():
@@ -234,7 +276,7 @@ def test_the_layer_without_gradients(shared):
         device.load_state_dict(layer.state_dict())
         out = device(x.cuda())
         close = (out.float().cpu() - want.float()).norm(dim=1) / want.float().norm(dim=1)
-        assert (close < 2 * LIMIT).float().mean() > 0.97  # a router's tie may fall the other way
+        assert (close < 8e-2).float().mean() > 0.97  # a router's tie may fall the other way
         assert torch.equal(torch.compile(device, fullgraph=True)(x.cuda()), out)
     with pytest.raises(ValueError, match="precision='fp8': has no backward on a GPU yet"):
         device(x.cuda())
