@@ -114,7 +114,9 @@ def test_near_the_definition_and_equal_for_every_number_of_ranks(name):
         assert torch.equal(out, first), ranks
 
 
-@pytest.mark.parametrize("sizes", [(600, 1024, 512, 4, 2), (700, 2880, 2880, 5, 2), (300, 7168, 2048, 3, 2), (300, 656, 1424, 3, 2)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(600, 1024, 512, 4, 2), (700, 2880, 2880, 5, 2), (300, 7168, 2048, 3, 2), (300, 656, 1424, 3, 2)], ids=str
+)
 def test_stage_by_stage(sizes):
     """Gate and up from x, h from the kernel's gate and up, y from the kernel's h, each as near as its own rounding allows."""
     problem = Problem(*sizes)
