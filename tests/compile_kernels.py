@@ -35,8 +35,9 @@ def argument_type(name: str, constants: dict[str, object]) -> str:
     m, n, k = PLAN.block_m, PLAN.block_n, PLAN.block_k
     if name in constants:
         return "constexpr"
-    if name.endswith("_desc") and FP8 in constants and not name.startswith("save_"):
-        return f"tensordesc<fp8e4nv[{m}, {constants[FP8]}]>"
+    if name.endswith("_desc") and FP8 in constants:
+        rows = m // 2 if "half" in name else m
+        return f"tensordesc<{'bf16' if name.startswith('save_') else 'fp8e4nv'}[{rows}, {constants[FP8]}]>"
     if name.endswith("_desc"):
         if "half" in name:
             m //= 2
@@ -90,15 +91,15 @@ def unfinished_stores(ptx: str) -> int:
 
 
 def local_accesses_among_products(sass: str) -> int:
-    """Loads and stores of local memory (spilled registers) in the loop that holds the tensor cores' instructions: from the target of the
-    first branch that leads back over them to that branch."""
+    """Loads and stores of local memory (spilled registers) in the loops that hold the tensor cores' instructions: for each of these the
+    shortest stretch around it from the target of a branch that leads back to this branch."""
     lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
+    branches = [(at, re.search(r"\bBRA (?:\S+, )?0x([0-9a-f]+)", text)) for at, text in lines]
+    back = [(int(to[1], 16), at) for at, to in branches if to and int(to[1], 16) <= at]
     products = [at for at, text in lines if "GMMA" in text]
-    for at, text in lines:
-        target = re.search(r"\bBRA (?:\S+, )?0x([0-9a-f]+)", text)
-        if target and at > products[-1] and int(target[1], 16) < products[0]:
-            return sum("LDL" in text or "STL" in text for place, text in lines if int(target[1], 16) <= place <= at)
-    raise AssertionError("no loop with products")
+    loops = {min(((end - start, start, end) for start, end in back if start <= at <= end), default=None) for at in products}
+    assert loops and None not in loops, "products outside of any loop"
+    return sum("LDL" in text or "STL" in text for at, text in lines for _, start, end in loops if start <= at <= end)
 
 
 def compile_one(kernel, arch: int, constants: dict[str, object], num_warps: int = 4, num_stages: int = 3) -> dict[str, object]:

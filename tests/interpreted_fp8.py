@@ -52,9 +52,12 @@ def share(workspace: Workspace, *tensors: Tensor | None) -> None:
 
 def run_layer(
     problem: Problem, ranks: int, plan: ForwardPlan = PLAN, clamp: float | None = None, shared_clamp: float | None = None,
-    saved_rows: int | None = None, **disturb,
+    saved_rows: int | None = None, rings: list[Tensor] | None = None, **disturb,
 ) -> tuple[Tensor, list, list]:  # fmt: skip
-    """The whole layer on R virtual ranks, the programs of all ranks at the same time. -> (out of all tokens, schedules, saved)."""
+    """The whole layer on R virtual ranks, the programs of all ranks at the same time. -> (out of all tokens, schedules, saved).
+
+    rings takes every rank's codes of h.
+    """
     workspaces = make_workspaces(problem, ranks)
     schedules = make_schedules(problem, workspaces, plan.block_m)
     launches, shared_outs, saved = [], [], []
@@ -80,6 +83,8 @@ def run_layer(
     run_concurrently(forward_fp8_kernel, plan.num_sms, launches, **disturb)
     for workspace in workspaces:
         workspace.check()
+    if rings is not None:
+        rings += [workspace.scratch["h_scale_ring"] for workspace in workspaces]
     outs = [
         combine(w.memory.own["combine"], problem.ids_TK[part], problem.weights_TK[part], problem.experts, out)
         for w, part, out in zip(workspaces, problem.split(ranks), shared_outs, strict=True)
@@ -160,6 +165,33 @@ def case_clamp_and_saved():
             want = torch.einsum("mh,mih->mi", x, recipe.weight(weights.float(), -1)[expert])
             assert kept.shape == (40, 272) and not kept[~live[:, 0]].any()
             assert torch.allclose(kept.float(), want, atol=1e-4, rtol=2**-8)
+
+
+def case_half_tiles():
+    """Last tiles of 1, 63, 64, 65, 127 and 128 rows, and one of 64 after a whole one: the bits of whole tiles, saved ones too.
+
+    Of a half tile's h the second half is not written.
+    """
+    routes = [1, 63, 64, 65, 0, 127, 128, 192]
+    problem = Problem(8, sum(routes) // 2, 32, 48, len(routes), 2)
+    ids = torch.repeat_interleave(torch.arange(len(routes)), torch.tensor(routes))
+    problem.ids_TK = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(8))].view(-1, 2)
+    problem.weights_TK = torch.rand(problem.ids_TK.shape) + 0.5
+    want, first = expected(problem, clamp=0.5), None
+    for ranks, half_tiles, ring in ((1, True, 8), (1, False, 8), (2, True, 4)):
+        plan, rings = dataclasses.replace(PLAN, block_m=128, half_tiles=half_tiles, ring_tiles=ring), []
+        out, schedules, saved = run_layer(problem, ranks, plan, clamp=0.5, saved_rows=1024, rings=rings)
+        assert_near(out, want)
+        kept = [(k.gate_CI[: int(s.num_tokens)], k.up_CI[: int(s.num_tokens)]) for k, s in zip(saved, schedules, strict=True)]
+        results = [out, *(torch.cat(part) for part in zip(*kept, strict=True))]
+        first = first or results
+        assert all(torch.equal(got, want) for got, want in zip(results, first, strict=True)), (ranks, half_tiles)
+        padding = torch.cat([s.peer_rank[: int(s.num_tokens)] < 0 for s in schedules])
+        assert not results[1][padding].any() and not results[2][padding].any()
+        if ring == 8:
+            empty = padding.view(-1, 2, 64).all(dim=2)
+            untouched = (rings[0][: len(padding)].view(-1, 2, 64) == 0xFF).all(dim=2)
+            assert empty.sum() == 4 and torch.equal(untouched, empty & half_tiles)
 
 
 def case_extremes():

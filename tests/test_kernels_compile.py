@@ -42,12 +42,12 @@ def test_compiles_without_spills(compiled, case, arch):
 def test_fp8_uses_the_chip(compiled, case, arch):
     """The sums fill the registers: what a task needs around its loop may be spilled, but nothing in the loop."""
     (kernel,) = compiled[f"{case} {arch}"]
-    assert kernel["shared"] <= 232448 and kernel["stack"] <= 256, kernel
+    assert kernel["shared"] <= 232448 and kernel["stack"] <= (128 if arch == 90 else 512), kernel
     assert kernel["tensor_core"] > 0 and kernel["copy_engine"] > 0, kernel
     assert kernel["wide_loads"] > 0 and kernel["wide_stores"] > 0 and kernel["narrow_stores"] == 0, kernel
     assert kernel["unfinished"] == 0 and kernel["announced"] > 0, kernel
     if arch == 90:
-        assert kernel["e4m3"] == kernel["tensor_core"] == 8, "a step is two products of four instructions"
+        assert kernel["e4m3"] == kernel["tensor_core"] == 16, "a step is two products of four instructions, and there are half tiles"
         assert kernel["local_in_loop"] == 0, "spilled registers are read or written for every step"
 
 

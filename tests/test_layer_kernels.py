@@ -37,6 +37,7 @@ def compare_fp8() -> None:
     import mok
     from mok import executor
     from mok.kernels import autograd
+    from mok.layer import Inputs, _Group, _routed_gpu
 
     tokens, hidden, width, experts, top_k = 40, 144, 48, 4, 2
     g = torch.Generator().manual_seed(0)
@@ -59,6 +60,16 @@ def compare_fp8() -> None:
         assert error < 2**-8, error
         compiled = torch.compile(autograd.layer_fp8, fullgraph=True, backend="aot_eager")(*arguments)
         assert torch.equal(compiled[0], out) and torch.equal(compiled[1], counts)
+
+    group, inputs = _Group.of(None), Inputs(x.requires_grad_(), ids, weights, *routed)
+    rest = (None, (None, None, None), experts, None)
+    with pytest.raises(ValueError, match="precision='fp8': has no backward on a GPU yet"):
+        _routed_gpu(inputs, *rest, mok.quantize.Recipe("fp8"), group, tuning)
+    with pytest.raises(ValueError, match="precision='mxfp8': must be 'bf16' or 'fp8' on a GPU"):
+        _routed_gpu(inputs, *rest, mok.quantize.Recipe("mxfp8"), group, tuning)
+    with torch.no_grad():
+        out, _ = _routed_gpu(inputs, *rest, mok.quantize.Recipe("fp8"), group, tuning)
+        assert torch.equal(out, autograd.layer_fp8(x, ids, weights, routed, None, None, None, experts, None, None, None, tuning)[0])
 
 
 def compare(name: str) -> None:

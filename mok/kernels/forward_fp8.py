@@ -12,7 +12,7 @@ A task makes two tiles of 128 columns (gate and up, or two of y) with one readin
 L2 cache than it delivers. Their sums and one step's take 192 registers of a thread, so what a task needs before and after its loop is kept
 in local memory meanwhile; the loop itself has no access to it.
 
-Tiles are whole tiles here; the shared experts, in bf16, have a launch of `forward_kernel` to themselves.
+Half tiles are as in `forward.py`. The shared experts, in bf16, have a launch of `forward_kernel` to themselves.
 
 Legend: H hidden, I intermediate, K choices per token, R ranks.
 """
@@ -78,15 +78,22 @@ def multiply_scaled(
 @triton.jit
 def store_quantized_hidden(
     gate, up, h_desc, h_scale_ptr, gate_desc, up_desc, ring_row, row, column, saved_rows, limit,
-    I: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, CLAMP: tl.constexpr, SAVE: tl.constexpr,
+    I: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, CLAMP: tl.constexpr, SAVE: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """h, rounded and quantized, into the ring and its scales where h_scale_ptr says; gate and up into the first saved_rows rows."""
+    """h, rounded and quantized, into the ring and its scales where h_scale_ptr says; gate and up into the first saved_rows rows.
+
+    HALF: as in `store_hidden`.
+    """
     gate = rounded_pairs(gate)
     up = rounded_pairs(up)
     if SAVE:
         if row < saved_rows:
             gate_desc.store([row, column], gate)
             up_desc.store([row, column], up)
+            if HALF:
+                padding = tl.zeros((BLOCK_M, BLOCK), tl.bfloat16)
+                gate_desc.store([row + BLOCK_M, column], padding)
+                up_desc.store([row + BLOCK_M, column], padding)
     hidden = widened_pairs(rounded_pairs(swiglu(gate, up, limit, CLAMP)))
     if I % BLOCK != 0:  # columns of the next expert
         hidden = tl.where((column + tl.arange(0, BLOCK) < I)[None, :], hidden, 0.0)
@@ -102,9 +109,9 @@ def expert_task_fp8(
     save_gate_desc, save_up_desc, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
     h_ready_ptr, h_free_ptr, trace_ptr, saved_rows, limit,
     H: tl.constexpr, I: tl.constexpr, R: tl.constexpr, CLAMP: tl.constexpr, SAVE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, TRACE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
-    """An up or down task. -> (the next ticket, its task)."""
+    """An up or down task over the first ROWS rows of a tile. -> (the next ticket, its task)."""
     H_BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     I_BLOCKS: tl.constexpr = (I + BLOCK - 1) // BLOCK
     row = tile * BLOCK_M
@@ -130,7 +137,7 @@ def expert_task_fp8(
         second_row = first_row + BLOCK
         depth = I
     first, second = multiply_scaled(
-        a_desc, first_desc, second_desc, a_scale, first_scale, second_scale, ring_row, first_row, second_row, depth, BLOCK_M, BLOCK
+        a_desc, first_desc, second_desc, a_scale, first_scale, second_scale, ring_row, first_row, second_row, depth, ROWS, BLOCK
     )
     following = find(tasks_ptr, taken, num_tasks, lanes)
     if TRACE:
@@ -138,12 +145,12 @@ def expert_task_fp8(
     if kind == UP:
         store_quantized_hidden(
             first, second, ring_h_desc, h_scale_ptr + ring_row.to(tl.int64) * I_BLOCKS + part, save_gate_desc, save_up_desc,
-            ring_row, row, part * BLOCK, saved_rows, limit, I, BLOCK_M, BLOCK, CLAMP, SAVE,
+            ring_row, row, part * BLOCK, saved_rows, limit, I, ROWS, BLOCK, CLAMP, SAVE, ROWS < BLOCK_M,
         )  # fmt: skip
         finish_copy_engine_stores(tile)
         announce(h_ready_ptr + tile)
     else:
-        source, slot = find_slots(peer_rank_ptr, peer_token_idx_ptr, row, BLOCK_M)
+        source, slot = find_slots(peer_rank_ptr, peer_token_idx_ptr, row, ROWS)
         ab = rounded_pairs(first)
         ac = rounded_pairs(second)
         announce(h_free_ptr + tile)  # h has been read; and its barrier frees the sums' registers before the addresses need some
@@ -157,11 +164,12 @@ def forward_fp8_kernel(
     x_ptr, x_ptrs, x_scale_ptr, x_scale_ptrs, combine_ptr, combine_ptrs, control_ptrs, peer_rank_ptr, peer_token_idx_ptr, tasks_ptr,
     ring_ptr, ring_x_scale_ptr, ring_h_scale_ptr, ring_x_desc, ring_h_desc,
     gate_desc, up_desc, down_desc, gate_scale_ptr, up_scale_ptr, down_scale_ptr, save_gate_desc, save_up_desc,
+    half_x_desc, half_h_desc, save_half_gate_desc, save_half_up_desc,
     signals_ptr, trace_ptr, rank, max_tiles, ring, saved_rows, limit, wait_limit,
     H: tl.constexpr, I: tl.constexpr, K: tl.constexpr, R: tl.constexpr, CLAMP: tl.constexpr, SAVE: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, THREADS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
-    """`forward_kernel` without shared experts and half tiles. BLOCK: rows, columns and depth of a block of a weight.
+    """`forward_kernel` without shared experts. BLOCK: rows, columns and depth of a block of a weight.
 
     x and its ring are E4M3 rows, of which two bytes each are moved as one bf16.
     """
@@ -182,7 +190,7 @@ def forward_fp8_kernel(
         taken = tl.atomic_add(signals_ptr + lanes, 1, mask=lanes == 0, sem="relaxed", scope="gpu")
         if TRACE:
             note(trace_ptr, ticket, BEGIN)
-        kind, tile, part, expert, _ = unpack(task)
+        kind, tile, part, expert, half = unpack(task)
         ring_row = (tile % ring) * BLOCK_M
         signal, least, what = needs(kind, tile, x_ready_ptr, h_ready_ptr, h_ready_ptr, ring, PARTS, UPS, 0)
         ok = wait_for(signal, least, control_ptrs, rank, tile, what, wait_limit, R)
@@ -210,13 +218,21 @@ def forward_fp8_kernel(
                 following = find(tasks_ptr, taken, num_tasks, lanes)
             elif kind == NOTHING:
                 following = find(tasks_ptr, taken, num_tasks, lanes)
+            elif half != 0:
+                following = expert_task_fp8(
+                    kind, tile, part, expert, ring_row, ticket, taken, lanes, tasks_ptr, num_tasks,
+                    half_x_desc, half_h_desc, ring_x_scale_ptr, ring_h_scale_ptr,
+                    gate_desc, up_desc, down_desc, gate_scale_ptr, up_scale_ptr, down_scale_ptr,
+                    save_half_gate_desc, save_half_up_desc, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
+                    h_ready_ptr, h_free_ptr, trace_ptr, saved_rows, limit, H, I, R, CLAMP, SAVE, BLOCK_M // 2, BLOCK_M, BLOCK, TRACE,
+                )  # fmt: skip
             else:
                 following = expert_task_fp8(
                     kind, tile, part, expert, ring_row, ticket, taken, lanes, tasks_ptr, num_tasks,
                     ring_x_desc, ring_h_desc, ring_x_scale_ptr, ring_h_scale_ptr,
                     gate_desc, up_desc, down_desc, gate_scale_ptr, up_scale_ptr, down_scale_ptr,
                     save_gate_desc, save_up_desc, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
-                    h_ready_ptr, h_free_ptr, trace_ptr, saved_rows, limit, H, I, R, CLAMP, SAVE, BLOCK_M, BLOCK, TRACE,
+                    h_ready_ptr, h_free_ptr, trace_ptr, saved_rows, limit, H, I, R, CLAMP, SAVE, BLOCK_M, BLOCK_M, BLOCK, TRACE,
                 )  # fmt: skip
         if TRACE:
             note(trace_ptr, ticket, DONE)

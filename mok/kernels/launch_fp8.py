@@ -124,9 +124,8 @@ def shared_arguments(
 
 
 def write_tasks(workspace: Workspace, arguments: dict[str, object], rows: DeviceSchedule, plan: ForwardPlan) -> None:
-    """The kernel's list of tasks, whole tiles only, and signals at zero."""
-    of_list = {**arguments, "BLOCK_N": BLOCK, "S": 0, "tokens": 0}
-    launch.write_tasks(workspace, of_list, rows, dataclasses.replace(plan, half_tiles=False))
+    """The kernel's list of tasks, and signals at zero."""
+    launch.write_tasks(workspace, {**arguments, "BLOCK_N": BLOCK, "S": 0, "tokens": 0}, rows, plan)
 
 
 def kernel_arguments(
@@ -151,7 +150,7 @@ def kernel_arguments(
     if save:
         empty = lambda *shape: torch.empty(shape, dtype=torch.bfloat16, device=workspace.device)  # noqa: E731
         saved = Saved(empty(saved_rows, width), empty(saved_rows, width), empty(0, 8), empty(0, 8))
-    nothing = x_ring.view(torch.bfloat16)
+    gate_CI, up_CI = (saved.gate_CI, saved.up_CI) if saved else (x_ring.view(torch.bfloat16),) * 2
     signals = workspace.take("signals", (32 + 3 * tiles,), torch.int32)
     ups, downs = triton.cdiv(width, BLOCK), triton.cdiv(hidden, 2 * BLOCK)
     most = max_tickets(tiles, 0, plan.minibatch_tiles, plan.parts, ups, downs, 0)
@@ -166,8 +165,9 @@ def kernel_arguments(
         ring_x_desc=launch._rows(x_ring.view(E4M3), m, BLOCK), ring_h_desc=launch._rows(h_ring.view(E4M3), m, BLOCK),
         gate_desc=square(experts.gate.values), up_desc=square(experts.up.values), down_desc=square(experts.down.values),
         gate_scale_ptr=experts.gate.scale, up_scale_ptr=experts.up.scale, down_scale_ptr=experts.down.scale,
-        save_gate_desc=launch._rows(saved.gate_CI if saved else nothing, m, BLOCK),
-        save_up_desc=launch._rows(saved.up_CI if saved else nothing, m, BLOCK),
+        save_gate_desc=launch._rows(gate_CI, m, BLOCK), save_up_desc=launch._rows(up_CI, m, BLOCK),
+        half_x_desc=launch._rows(x_ring.view(E4M3), m // 2, BLOCK), half_h_desc=launch._rows(h_ring.view(E4M3), m // 2, BLOCK),
+        save_half_gate_desc=launch._rows(gate_CI, m // 2, BLOCK), save_half_up_desc=launch._rows(up_CI, m // 2, BLOCK),
         signals_ptr=signals, trace_ptr=launch.trace_record(workspace, most + 1, programs) if plan.trace else tasks,
         rank=memory.rank, max_tiles=tiles, ring=ring, saved_rows=saved_rows, limit=float(clamp or 0.0), wait_limit=workspace.limit,
         H=hidden, I=width, K=workspace.top_k, R=memory.size, CLAMP=clamp is not None, SAVE=save, PARTS=plan.parts,

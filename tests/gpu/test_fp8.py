@@ -176,6 +176,7 @@ def test_bits_do_not_depend_on_time(ranks):
 PLANS = [
     dict(minibatch_tiles=1, ring_tiles=2), dict(minibatch_tiles=7, ring_tiles=21, parts=1), dict(parts=8), dict(num_sms=1),
     dict(num_sms=7, minibatch_tiles=2, ring_tiles=4), dict(num_stages=3), dict(num_stages=2), dict(block_h=256), dict(trace=True),
+    dict(half_tiles=False),
 ]  # fmt: skip
 
 
