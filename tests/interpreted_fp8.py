@@ -5,6 +5,7 @@ Run alone: TRITON_INTERPRET=1 python tests/interpreted_fp8.py [case ...]
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import sys
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 import mok
 from mok import quantize as formats
-from mok import reference
+from mok import reference, trace
 from mok import schedule as host_schedule
 from mok.kernels import launch, launch_fp8, memory
 from mok.kernels.combine import combine
@@ -239,6 +240,25 @@ def case_every_step_is_scaled():
     problem.down_EHI[:, 128:256] *= 2.0**5
     out, _, _ = run_layer(problem, 2)
     assert_near(out, expected(problem))
+
+
+def case_trace():
+    """Every task of the list has a record, and the products' end is noted."""
+    problem = Problem(9, 12, 32, 144, 3, 2, masked=0.0)
+    plan, (workspace,) = dataclasses.replace(PLAN, trace=True), make_workspaces(problem, 1)
+    (rows,) = make_schedules(problem, [workspace])
+    launch_fp8.publish(workspace, problem.x_TH)
+    experts = QuantizedExperts.of(problem.gate_EIH, problem.up_EIH, problem.down_EHI)
+    arguments, _ = launch_fp8.kernel_arguments(workspace, rows, experts, None, 0, False, plan)
+    share(workspace)
+    launch_fp8.write_tasks(workspace, arguments, rows, plan)
+    run_concurrently(forward_fp8_kernel, 2, [arguments])
+    line, tiles = trace.forward_timeline(workspace, workspace.scratch["trace"], 2), int(rows.num_tokens) // BLOCK
+    count = collections.Counter(line.kind)
+    assert (count["pull"], count["up"], count["down"]) == (tiles * 2, tiles * 2, tiles), count
+    assert set(line.program.tolist()) <= {0, 1} and not line.begin.isnan().any() and not line.ready.isnan().any()
+    noted = {name for name, computed in zip(line.kind, line.computed.isnan().tolist(), strict=True) if not computed}
+    assert noted == {"up", "down"}
 
 
 def case_weights_are_checked():
