@@ -205,7 +205,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 class Tuning:
     """How the layer is computed. No field changes a bit of any output or gradient.
 
-    minibatch: rows that are made ready together; a multiple of 128.
+    minibatch: rows that are made ready together; a multiple of 128. On a GPU at most so many: `mok.tune` says how many are best.
     macrobatch: rows of the ring that holds dispatched rows; a multiple of minibatch. It bounds memory, never correctness.
     saved_rows: how many of a rank's rows keep gate and up (2 * I values each) from forward to backward; the rest are recomputed in
         backward. None keeps all (in a group of GPUs, a quarter more than under a balanced load), 0 none.
