@@ -34,8 +34,8 @@ class ForwardPlan:
     """How the forward kernel cuts its work. No field changes a bit.
 
     num_sms: programs; 0 means one per multiprocessor.
-    minibatch_tiles, ring_tiles: tiles of 128 rows; the ring holds at least two minibatches. A minibatch may be half as large again, or half
-        as large, to begin and end with experts.
+    minibatch_tiles, ring_tiles: tiles of 128 rows; the ring holds at least two minibatches, or all tiles. A minibatch may be half as large
+        again, or half as large, to begin and end with experts.
     parts: pull tasks per tile.
     half_tiles: multiply only the first half of a tile whose other half is padding.
     trace: write timestamps of every task.
@@ -175,8 +175,8 @@ def trace_record(workspace: Workspace, tickets: int, programs: int) -> Tensor:
 
 
 def ring_tiles(plan: ForwardPlan, tiles: int) -> int:
-    """Tiles of the ring: no more than there are, and at least any two minibatches."""
-    return max(min(plan.ring_tiles, tiles), most_in_two_minibatches(plan.minibatch_tiles))
+    """Tiles of the ring: no more than there are, and at least any two minibatches, if any place is used again."""
+    return max(min(max(plan.ring_tiles, most_in_two_minibatches(plan.minibatch_tiles)), tiles), 1)
 
 
 def forward(
