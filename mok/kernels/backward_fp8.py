@@ -54,7 +54,7 @@ from mok.kernels.quantize import e4m3, e4m3_to_fp32, scale_code, scale_of
 from mok.kernels.signals import X_FREE, announce, finish_copy_engine_stores, order_copy_engine, peer_address
 from mok.kernels.trace import BEGIN, COMPUTED, DONE, READY, note, note_begin, note_end
 
-GROUP = tl.constexpr(16)  # rows of a part of a pull
+GROUP = tl.constexpr(32)  # rows of a part of a pull
 
 
 # ---- pull ----
