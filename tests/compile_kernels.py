@@ -37,7 +37,7 @@ def argument_type(name: str, constants: dict[str, object]) -> str:
         if "half" in name:
             m //= 2
         if name.startswith(("store_", "save_")):
-            return f"tensordesc<bf16[{m}, {constants.get('STORE', n)}]>"
+            return f"tensordesc<bf16[{m}, {n}]>"
         return f"tensordesc<bf16[{m}, {k}]>" if "x_desc" in name or "h_desc" in name else f"tensordesc<bf16[2, {n}, {k}]>"
     if name.endswith("_ptrs") or name in INT64:
         return "*i64"
@@ -106,11 +106,11 @@ def compile_one(kernel, arch: int, constants: dict[str, object], num_warps: int 
     )  # fmt: skip
 
 
-def forward(arch: int, hidden=7168, width=2048, shared=0, ranks=1, save=False, run=1) -> list[dict[str, object]]:
+def forward(arch: int, hidden=7168, width=2048, shared=0, ranks=1, save=False) -> list[dict[str, object]]:
     constants = dict(
         H=hidden, I=width, S=shared, K=8, R=ranks, CLAMP=save, SHARED_CLAMP=save, SAVE=save, PARTS=PLAN.parts,
         BLOCK_M=PLAN.block_m, BLOCK_N=PLAN.block_n, BLOCK_K=PLAN.block_k, BLOCK_H=PLAN.block_h, THREADS=32 * PLAN.num_warps,
-        TRACE=False, RUN=run, STORE=PLAN.block_n if run == 1 else 64,
+        TRACE=False,
     )  # fmt: skip
     return [compile_one(forward_kernel, arch, constants, PLAN.num_warps, PLAN.num_stages)]
 

@@ -17,19 +17,7 @@ import triton
 import triton.language as tl
 
 from mok.kernels.dispatch import pull_rows
-from mok.kernels.experts import (
-    dot,
-    find_slots,
-    in_order,
-    multiply,
-    push_to_slots,
-    rounded_halves,
-    rounded_pairs,
-    store_hidden,
-    store_rows,
-    swiglu,
-)
-from mok.kernels.gradients import fresh_zeros, slices
+from mok.kernels.experts import find_slots, multiply, push_to_slots, rounded_halves, store_hidden, store_rows
 from mok.kernels.signals import (
     H_FREE,
     H_READY,
@@ -71,83 +59,6 @@ def needs(
 
 
 @triton.jit
-def finish_slice(
-    total, kind, row, ring_row, column, source, slot, store_h_desc, save_gate_desc, save_up_desc, combine_ptr, combine_ptrs,
-    saved_rows, gate_first, limit, H: tl.constexpr, R: tl.constexpr, CLAMP: tl.constexpr, SAVE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STORE: tl.constexpr,
-):  # fmt: skip
-    """Of a run: h of a slice of I into the ring, or a pair of slices of y to its slots, STORE columns after the other."""
-    pieces = slices(rounded_pairs(total), ROWS, 2 * BLOCK_N, STORE)
-    if kind == UP:
-        for i in tl.static_range(BLOCK_N // STORE):
-            at = column + i * STORE
-            gate, up = in_order(pieces[i], pieces[i + BLOCK_N // STORE], gate_first)
-            if SAVE:
-                if row < saved_rows:
-                    save_gate_desc.store([row, at], gate)
-                    save_up_desc.store([row, at], up)
-                    if ROWS < BLOCK_M:
-                        padding = tl.zeros((ROWS, STORE), tl.bfloat16)
-                        save_gate_desc.store([row + ROWS, at], padding)
-                        save_up_desc.store([row + ROWS, at], padding)
-            store_h_desc.store([ring_row, at], rounded_pairs(swiglu(gate, up, limit, CLAMP)))
-    else:
-        for i in tl.static_range(2 * BLOCK_N // STORE):
-            push_to_slots(pieces[i], combine_ptr, combine_ptrs, source, slot, column + i * STORE, H, R, STORE)
-
-
-@triton.jit
-def run_task(
-    kind, tile, part, expert, ring_row, ticket, taken, lanes, tasks_ptr, num_tasks, a_desc, b_desc, depth, store_h_desc,
-    save_gate_desc, save_up_desc, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr, h_ready_ptr, h_free_ptr,
-    trace_ptr, saved_rows, gate_first, limit, H: tl.constexpr, I: tl.constexpr, R: tl.constexpr, CLAMP: tl.constexpr, SAVE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRACE: tl.constexpr,
-    RUN: tl.constexpr, STORE: tl.constexpr,
-):  # fmt: skip
-    """An up or down task of up to RUN slices or pairs, in one loop over all steps of all of them: while one is stored, the operands of the
-    next one are on their way. Half tiles, whose loop would be a second one with the same registers, take one after the other."""
-    row = tile * BLOCK_M
-    width = tl.where(kind == UP, BLOCK_N, 2 * BLOCK_N)
-    last = tl.where(kind == UP, (I - 1) // BLOCK_N * BLOCK_N, H - 2 * BLOCK_N)
-    in_all = tl.where(kind == UP, (I + BLOCK_N - 1) // BLOCK_N, (H + 2 * BLOCK_N - 1) // (2 * BLOCK_N))
-    count = tl.minimum(RUN, in_all - part * RUN)
-    base = tl.where(kind == UP, expert * I, expert * H)
-    column = tl.minimum(part * RUN * width, last)
-    source, slot = find_slots(peer_rank_ptr, peer_token_idx_ptr, row, ROWS)
-    if ROWS == BLOCK_M:
-        steps = tl.cdiv(depth, BLOCK_K)
-        step = depth * 0
-        total = tl.zeros((ROWS, 2 * BLOCK_N), tl.float32)
-        for i in tl.range(0, steps * count):
-            a = a_desc.load([ring_row, step * BLOCK_K])
-            b = b_desc.load([0, base + column, step * BLOCK_K]).reshape(2 * BLOCK_N, BLOCK_K)
-            total = dot(a, b.T, total)
-            done = step == steps - 1
-            if done:
-                finish_slice(
-                    total, kind, row, ring_row, column, source, slot, store_h_desc, save_gate_desc, save_up_desc, combine_ptr,
-                    combine_ptrs, saved_rows, gate_first, limit, H, R, CLAMP, SAVE, ROWS, BLOCK_M, BLOCK_N, STORE,
-                )  # fmt: skip
-                total = fresh_zeros(i, ROWS, 2 * BLOCK_N)
-            step = tl.where(done, 0, step + 1)  # no branch: what the next loads need must not wait for the one above
-            column = tl.where(done, tl.minimum(column + width, last), column)
-    else:
-        for _ in range(count):
-            total = multiply(a_desc, b_desc, ring_row, base + column, depth, ROWS, BLOCK_N, BLOCK_K)
-            finish_slice(
-                total, kind, row, ring_row, column, source, slot, store_h_desc, save_gate_desc, save_up_desc, combine_ptr, combine_ptrs,
-                saved_rows, gate_first, limit, H, R, CLAMP, SAVE, ROWS, BLOCK_M, BLOCK_N, STORE,
-            )  # fmt: skip
-            column = tl.minimum(column + width, last)
-    following = find(tasks_ptr, taken, num_tasks, lanes)
-    if TRACE:
-        note(trace_ptr, ticket, COMPUTED)
-    finish_copy_engine_stores(tile)
-    announce(tl.where(kind == UP, h_ready_ptr, h_free_ptr) + tile)
-    return following
-
-
-@triton.jit
 def expert_task(
     kind, tile, part, expert, ring_row, ticket, taken, lanes, tasks_ptr, num_tasks,
     x_desc, h_desc, store_h_desc, save_gate_desc, save_up_desc,
@@ -157,7 +68,6 @@ def expert_task(
     H: tl.constexpr, I: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
     CLAMP: tl.constexpr, SHARED_CLAMP: tl.constexpr, SAVE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRACE: tl.constexpr,
-    RUN: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     """An up or down task over the first ROWS rows of a tile. -> (the next ticket, its task)."""
     row = tile * BLOCK_M
@@ -184,43 +94,36 @@ def expert_task(
             b_desc = shared_down_desc
             b_row = column
             depth = S
-    if RUN > 1:
-        following = run_task(
-            kind, tile, part, expert, ring_row, ticket, taken, lanes, tasks_ptr, num_tasks, a_desc, b_desc, depth, store_h_desc,
-            save_gate_desc, save_up_desc, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr, h_ready_ptr, h_free_ptr,
-            trace_ptr, saved_rows, gate_first, limit, H, I, R, CLAMP, SAVE, ROWS, BLOCK_M, BLOCK_N, BLOCK_K, TRACE, RUN, STORE,
+    total = multiply(a_desc, b_desc, a_row, b_row, depth, ROWS, BLOCK_N, BLOCK_K)
+    following = find(tasks_ptr, taken, num_tasks, lanes)
+    if TRACE:
+        note(trace_ptr, ticket, COMPUTED)
+    if kind == UP:
+        store_hidden(
+            total, gate_first, store_h_desc, save_gate_desc, save_up_desc, ring_row, row, part * BLOCK_N, saved_rows,
+            limit, ROWS, BLOCK_N, CLAMP, SAVE, ROWS < BLOCK_M,
         )  # fmt: skip
-    else:
-        total = multiply(a_desc, b_desc, a_row, b_row, depth, ROWS, BLOCK_N, BLOCK_K)
-        following = find(tasks_ptr, taken, num_tasks, lanes)
-        if TRACE:
-            note(trace_ptr, ticket, COMPUTED)
-        if kind == UP:
+        finish_copy_engine_stores(tile)
+        announce(h_ready_ptr + tile)
+    elif kind == DOWN:
+        source, slot = find_slots(peer_rank_ptr, peer_token_idx_ptr, row, ROWS)
+        ab, ac = rounded_halves(total, ROWS, BLOCK_N)
+        announce(h_free_ptr + tile)  # h has been read; and its barrier frees the accumulators' registers before the addresses need some
+        push_to_slots(ab, combine_ptr, combine_ptrs, source, slot, column, H, R, BLOCK_N)
+        push_to_slots(ac, combine_ptr, combine_ptrs, source, slot, column + BLOCK_N, H, R, BLOCK_N)
+    elif S > 0:
+        if kind == SHARED_UP:
             store_hidden(
-                total, gate_first, store_h_desc, save_gate_desc, save_up_desc, ring_row, row, part * BLOCK_N, saved_rows,
-                limit, ROWS, BLOCK_N, CLAMP, SAVE, ROWS < BLOCK_M,
+                total, shared_gate_first, store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc, row, row,
+                part * BLOCK_N, tokens, shared_limit, ROWS, BLOCK_N, SHARED_CLAMP, SAVE, False,
             )  # fmt: skip
             finish_copy_engine_stores(tile)
-            announce(h_ready_ptr + tile)
-        elif kind == DOWN:
-            source, slot = find_slots(peer_rank_ptr, peer_token_idx_ptr, row, ROWS)
+            announce(shared_h_ready_ptr + tile)
+        else:
             ab, ac = rounded_halves(total, ROWS, BLOCK_N)
-            announce(h_free_ptr + tile)  # h has been read; and its barrier frees the accumulators' registers before the addresses need some
-            push_to_slots(ab, combine_ptr, combine_ptrs, source, slot, column, H, R, BLOCK_N)
-            push_to_slots(ac, combine_ptr, combine_ptrs, source, slot, column + BLOCK_N, H, R, BLOCK_N)
-        elif S > 0:
-            if kind == SHARED_UP:
-                store_hidden(
-                    total, shared_gate_first, store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc, row, row,
-                    part * BLOCK_N, tokens, shared_limit, ROWS, BLOCK_N, SHARED_CLAMP, SAVE, False,
-                )  # fmt: skip
-                finish_copy_engine_stores(tile)
-                announce(shared_h_ready_ptr + tile)
-            else:
-                ab, ac = rounded_halves(total, ROWS, BLOCK_N)
-                tl.debug_barrier()
-                store_rows(ab, shared_out_ptr, row, tokens, column, H, ROWS, BLOCK_N)
-                store_rows(ac, shared_out_ptr, row, tokens, column + BLOCK_N, H, ROWS, BLOCK_N)
+            tl.debug_barrier()
+            store_rows(ab, shared_out_ptr, row, tokens, column, H, ROWS, BLOCK_N)
+            store_rows(ac, shared_out_ptr, row, tokens, column + BLOCK_N, H, ROWS, BLOCK_N)
     return following
 
 
@@ -236,11 +139,11 @@ def forward_kernel(
     H: tl.constexpr, I: tl.constexpr, S: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     CLAMP: tl.constexpr, SHARED_CLAMP: tl.constexpr, SAVE: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, THREADS: tl.constexpr,
-    TRACE: tl.constexpr, RUN: tl.constexpr, STORE: tl.constexpr,
+    TRACE: tl.constexpr,
 ):  # fmt: skip
     """Take tasks until none is left. signals: the ticket counter, then the counters per tile (module text); zero at the start."""
-    UPS: tl.constexpr = ((I + BLOCK_N - 1) // BLOCK_N + RUN - 1) // RUN
-    DOWNS: tl.constexpr = ((H + 2 * BLOCK_N - 1) // (2 * BLOCK_N) + RUN - 1) // RUN
+    UPS: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
+    DOWNS: tl.constexpr = (H + 2 * BLOCK_N - 1) // (2 * BLOCK_N)
     SHARED_UPS: tl.constexpr = (S + BLOCK_N - 1) // BLOCK_N
     x_ready_ptr = signals_ptr + 32
     h_ready_ptr = x_ready_ptr + max_tiles
@@ -289,7 +192,7 @@ def forward_kernel(
                     shared_gate_up_desc, shared_down_desc, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
                     h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr, tokens, saved_rows, gate_first, shared_gate_first,
                     limit, shared_limit,
-                    H, I, 0, R, CLAMP, SHARED_CLAMP, SAVE, BLOCK_M // 2, BLOCK_M, BLOCK_N, BLOCK_K, TRACE, RUN, STORE,
+                    H, I, 0, R, CLAMP, SHARED_CLAMP, SAVE, BLOCK_M // 2, BLOCK_M, BLOCK_N, BLOCK_K, TRACE,
                 )  # fmt: skip
             else:
                 following = expert_task(
@@ -299,7 +202,7 @@ def forward_kernel(
                     shared_gate_up_desc, shared_down_desc, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
                     h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr, tokens, saved_rows, gate_first, shared_gate_first,
                     limit, shared_limit,
-                    H, I, S, R, CLAMP, SHARED_CLAMP, SAVE, BLOCK_M, BLOCK_M, BLOCK_N, BLOCK_K, TRACE, RUN, STORE,
+                    H, I, S, R, CLAMP, SHARED_CLAMP, SAVE, BLOCK_M, BLOCK_M, BLOCK_N, BLOCK_K, TRACE,
                 )  # fmt: skip
         if TRACE:
             note(trace_ptr, ticket, DONE)

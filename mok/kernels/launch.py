@@ -37,7 +37,6 @@ class ForwardPlan:
     minibatch_tiles, ring_tiles: tiles of 128 rows; the ring holds at least two minibatches, or all tiles. A minibatch may be half as large
         again, or half as large, to begin and end with experts.
     parts: pull tasks per tile.
-    run: slices of I, or pairs of slices of H, that one task makes; with shared experts always one.
     half_tiles: multiply only the first half of a tile whose other half is padding.
     trace: write timestamps of every task.
     """
@@ -46,7 +45,6 @@ class ForwardPlan:
     minibatch_tiles: int = 16
     ring_tiles: int = 256
     parts: int = 4
-    run: int = 1
     block_m: int = TILE_M
     block_n: int = 128
     block_k: int = 64
@@ -241,8 +239,7 @@ def write_tasks(workspace: Workspace, args: dict[str, object], rows: DeviceSched
     blocks = min(triton.cdiv(rows.tile_expert.numel(), plan.minibatch_tiles) + 1, workspace.num_sms)
     tasks_kernel[(blocks, PROGRAMS_PER_BLOCK)](
         tasks, signals, rows.tile_expert, rows.peer_rank, rows.num_tokens, signals.numel(), args["tokens"],
-        TILES=plan.minibatch_tiles, PARTS=args["PARTS"], UPS=triton.cdiv(args["I"], n * args["RUN"]),
-        DOWNS=triton.cdiv(args["H"], 2 * n * args["RUN"]),
+        TILES=plan.minibatch_tiles, PARTS=args["PARTS"], UPS=triton.cdiv(args["I"], n), DOWNS=triton.cdiv(args["H"], 2 * n),
         SHARED_UPS=triton.cdiv(args["S"], n), BLOCK_M=args["BLOCK_M"], HALF_TILES=plan.half_tiles, BLOCK=BLOCK_TICKETS,
     )  # fmt: skip
 
@@ -257,8 +254,6 @@ def kernel_arguments(
     if hidden < 2 * plan.block_n:  # a pair of slices of H must fit
         plan = dataclasses.replace(plan, block_n=1 << (hidden // 2).bit_length() - 1)
     m, n, k = plan.block_m, plan.block_n, plan.block_k
-    run = 1 if shared else plan.run
-    stored = n if run == 1 else min(n, 64)  # columns
     tiles = rows.tile_expert.numel()
     ring = ring_tiles(plan, tiles)
     programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
@@ -279,20 +274,19 @@ def kernel_arguments(
     shared_gate_up, shared_gate_first = _pair(shared_gate, shared_up, n, k)
     shared_tiles = triton.cdiv(tokens, m) if shared_width else 0
     signals = workspace.take("signals", (32 + 3 * tiles + shared_tiles,), torch.int32)
-    ups, downs, shared_ups = triton.cdiv(width, n * run), triton.cdiv(hidden, 2 * n * run), triton.cdiv(shared_width, n)
+    ups, downs, shared_ups = triton.cdiv(width, n), triton.cdiv(hidden, 2 * n), triton.cdiv(shared_width, n)
     most = max_tickets(tiles, shared_tiles, plan.parts, ups, downs, shared_ups)
     tasks = workspace.take("tasks", (2 + most,), torch.int64)
     args: dict[str, object] = dict(
         x_ptr=x_TH, x_ptrs=memory.addresses["x"], combine_ptr=memory.own["combine"], combine_ptrs=memory.addresses["combine"],
         control_ptrs=memory.addresses["control"],
         peer_rank_ptr=rows.peer_rank, peer_token_idx_ptr=rows.peer_token_idx, tasks_ptr=tasks,
-        ring_ptr=x_ring, ring_x_desc=_rows(x_ring, m, k), ring_h_desc=_rows(h_ring, m, k), store_h_desc=_rows(h_ring, m, stored),
+        ring_ptr=x_ring, ring_x_desc=_rows(x_ring, m, k), ring_h_desc=_rows(h_ring, m, k), store_h_desc=_rows(h_ring, m, n),
         gate_up_desc=gate_up, down_desc=_next_rows(down_LHI, n, k),
-        save_gate_desc=_rows(saved.gate_CI if saved else h_ring, m, stored),
-        save_up_desc=_rows(saved.up_CI if saved else h_ring, m, stored),
-        half_x_desc=_rows(x_ring, m // 2, k), half_h_desc=_rows(h_ring, m // 2, k), store_half_h_desc=_rows(h_ring, m // 2, stored),
-        save_half_gate_desc=_rows(saved.gate_CI if saved else h_ring, m // 2, stored),
-        save_half_up_desc=_rows(saved.up_CI if saved else h_ring, m // 2, stored),
+        save_gate_desc=_rows(saved.gate_CI if saved else h_ring, m, n), save_up_desc=_rows(saved.up_CI if saved else h_ring, m, n),
+        half_x_desc=_rows(x_ring, m // 2, k), half_h_desc=_rows(h_ring, m // 2, k), store_half_h_desc=_rows(h_ring, m // 2, n),
+        save_half_gate_desc=_rows(saved.gate_CI if saved else h_ring, m // 2, n),
+        save_half_up_desc=_rows(saved.up_CI if saved else h_ring, m // 2, n),
         shared_x_desc=_rows(x_TH, m, k), shared_h_desc=_rows(shared_h, m, k), store_shared_h_desc=_rows(shared_h, m, n),
         shared_gate_up_desc=shared_gate_up, shared_down_desc=_next_rows(shared_down, n, k),
         save_shared_gate_desc=_rows(saved.shared_gate_TS if saved else h_ring, m, n),
@@ -305,6 +299,6 @@ def kernel_arguments(
         rank=memory.rank, H=hidden, I=width, S=shared_width, K=workspace.top_k, R=memory.size,
         CLAMP=clamp is not None, SHARED_CLAMP=shared_clamp is not None, SAVE=save, PARTS=plan.parts,
         BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, BLOCK_H=min(plan.block_h, triton.next_power_of_2(hidden)),
-        THREADS=32 * plan.num_warps, TRACE=plan.trace, RUN=run, STORE=stored,
+        THREADS=32 * plan.num_warps, TRACE=plan.trace,
     )  # fmt: skip
     return args, saved, shared_out
