@@ -53,6 +53,21 @@ def _check_bool(name: str, value: object) -> None:
         raise TypeError(f"{name}={value!r}: must be a bool, not {type(value).__name__}")
 
 
+@dataclass(frozen=True)
+class GpuMemory:
+    """Bytes of a rank. workspace: once for all layers of a group with the same H, K and E; kept: of every forward until its backward;
+    passing: for as long as a call or its results live."""
+
+    workspace: int
+    kept: int
+    passing: int
+
+    @property
+    def total(self) -> int:
+        """Of one layer's forward and backward."""
+        return self.workspace + self.kept + self.passing
+
+
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """A Mixture-of-Experts layer: router, routed SwiGLU experts, shared experts.
@@ -138,6 +153,44 @@ class MoEConfig:
         """Width of all shared experts together; 0 without shared experts."""
         return self.num_shared_experts * (self.shared_intermediate_size or self.intermediate_size)
 
+    def gpu_memory(self, tokens: int, ranks: int = 1, tuning: Tuning | None = None) -> GpuMemory:
+        """The most that a layer in bf16 takes on a GPU beside parameters, their gradients, x and dY, for `tokens` tokens of a rank.
+
+        With T tokens, L = ceil(E / R) experts of this rank, P = R T K + 128 L rows at most, M = min(P, macrobatch) rows of the rings (two
+        and a half minibatches, if that is more), C saved rows and S = `shared_width`, in bytes:
+
+            workspace  2 T H (K + 2) + 12 T K + M (4 H + 6 I + I / 16 + 4) + 6 T S, 12 H I more where P > M, and the lists of tasks
+            kept       4 C I + 8 P + 4 T S, and 2 T H more for a gated shared expert
+            passing    4 T H + 4 T K, and 2 T H more with shared experts
+
+        Raises:
+            TypeError, ValueError: naming the argument.
+        """
+        _check_int("tokens", tokens, 0)
+        _check_int("ranks", ranks, 1)
+        t, h, i, k, s = tokens, self.hidden_size, self.intermediate_size, self.top_k, self.shared_width
+        knobs, ceil, local = tuning or Tuning(), lambda a, b: -(-a // b), -(-self.num_experts // ranks)
+        tiles = ranks * t * k // TILE_M + local
+        rows = tiles * TILE_M
+        ring = min(rows, max(knobs.macrobatch, 5 * knobs.minibatch // 2))
+        saved = rows if ranks == 1 else t * k + t * k // 4 + local * TILE_M
+        saved = min(rows, saved if knobs.saved_rows is None else knobs.saved_rows)
+        cut = rows > ring
+        peers = 2 * t * h * (k + 2) + 12 * t * k + 8 * self.num_experts
+        rings = ring * (4 * h + 6 * i + 16 * ceil(i, 256) + 4) + (12 * h * i if cut else 0) + 6 * t * s
+        shared_tiles = ceil(t, TILE_M) if s else 0
+        tasks = tiles * (8 + ceil(i, 128) + ceil(h, 256)) + shared_tiles * (ceil(s, 128) + ceil(h, 256))  # 8: of pulls
+        grads = tiles * (8 + 2 * ceil(i, 128) + ceil(h, 256)) + shared_tiles * (ceil(s, 256) + ceil(h, 256))
+        of_weights = lambda width: 2 * ceil(width, 128) * ceil(h, 256) + ceil(h, 128) * ceil(width, 256)  # noqa: E731
+        pieces = local + (tiles // max(1, ring // (2 * TILE_M)) if cut else 0)
+        grads += pieces * of_weights(i) + (of_weights(s) if s else 0)
+        lists = 8 * tasks + 32 * grads + 64 * (tiles + shared_tiles) + 4096
+        return GpuMemory(
+            workspace=peers + rings + lists,
+            kept=4 * saved * i + 8 * rows + 4 * t * max(s, 8) + (2 * t * h if self.shared_gate else 0) + 16 * (tiles + self.num_experts),
+            passing=4 * t * h + 4 * t * k + (2 * t * h if s else 0),
+        )
+
     @classmethod
     def preset(cls, name: str, **changes: Any) -> MoEConfig:
         """The layer of a published model, e.g. `MoEConfig.preset("deepseek-v3")`; `changes` replace single fields.
@@ -205,7 +258,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 class Tuning:
     """How the layer is computed. No field changes a bit of any output or gradient.
 
-    minibatch: rows that are made ready together; a multiple of 128.
+    minibatch: rows that are made ready together; a multiple of 128. On a GPU at most so many: `mok.tune` says how many are best.
     macrobatch: rows of the ring that holds dispatched rows; a multiple of minibatch. It bounds memory, never correctness.
     saved_rows: how many of a rank's rows keep gate and up (2 * I values each) from forward to backward; the rest are recomputed in
         backward. None keeps all (in a group of GPUs, a quarter more than under a balanced load), 0 none.

@@ -164,8 +164,10 @@ def _routed_gpu(
     group: _Group,
     tuning: Tuning,
     shared_experts: SharedExperts | None = None,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [T, H] and the counts int64 [E] of the group's routes. shared_experts: computed inside the kernel, in place of `shared`."""
+    """out [T, H] and the counts int64 [E] of the group's routes. shared_experts: computed inside the kernel, in place of `shared`, and
+    multiplied by scale [T]."""
     from mok.kernels import autograd
 
     ops.check(inputs, shared, main_grads, num_experts, clamp, group.rank, group.size)
@@ -179,13 +181,12 @@ def _routed_gpu(
             raise ValueError(f"{name}={size}: must be a multiple of 16 on a GPU")
     mains = [main for main in main_grads if main is not None]
     shared_mains: list[Tensor] = []
-    matrices = scale = shared_clamp = None
+    matrices = shared_clamp = None
     trained = any(w.requires_grad for w in (inputs.gate, inputs.up, inputs.down))
     if shared_experts is not None:
         gate, up, down = _autocast(*shared_experts.matrices)
         matrices, shared_clamp = (gate, up, down), shared_experts.clamp
         shared_mains = [main for main in shared_experts.main_grads() if main is not None]
-        scale = shared_experts.scale(x)
         if trained and any(w.requires_grad for w in matrices) and len(shared_mains) != len(mains):
             raise ValueError("main_grad: on a GPU, the routed and the shared experts must all have one or none")
     if len(mains) not in (0, 3) or len(shared_mains) not in (0, 3):
@@ -353,8 +354,9 @@ class SharedExperts(nn.Module):
                 raise ValueError(f"shared.{name}.main_grad is {main.dtype} {tuple(main.shape)}: must be {wanted}")
         return mains[0], mains[1], mains[2]
 
-    def forward(self, x_TH: Tensor) -> Tensor:
-        """[T, H] in fp32 (fp64 for fp64): the term that combine adds first."""
+    def forward(self, x_TH: Tensor, gate_x_TH: Tensor | None = None) -> Tensor:
+        """[T, H] in fp32 (fp64 for fp64): the term that combine adds first. gate_x_TH: x for the output gate, if its gradient is to come
+        by itself."""
         x_TH, gate, up, down = _autocast(x_TH, *self.matrices)
         mains = self.main_grads()
         if x_TH.is_cuda or all(main is None for main in mains):
@@ -363,7 +365,7 @@ class SharedExperts(nn.Module):
             raise ValueError(COMPILED_MAIN_GRAD)
         else:
             out = _SwigluIntoMainGrads.apply(x_TH, gate, up, down, self.clamp, mains)
-        scale = self.scale(x_TH)
+        scale = self.scale(x_TH if gate_x_TH is None else gate_x_TH)
         return out if scale is None else scale_rows(out, scale)
 
     def scale(self, x_TH: Tensor) -> Tensor | None:
@@ -489,14 +491,14 @@ class MoE(nn.Module):
         Where the balance loss is on, the last dimension but one counts the tokens of a sequence. Raises as `moe`.
         """
         if torch.compiler.is_compiling() or self.router.weight.is_cuda:
-            routed_x, routing, shared = self._prepare(x)
+            routed_x, routing, shared, scale = self._prepare(x)
         else:
             try:
-                routed_x, routing, shared = self._prepare(x)
+                routed_x, routing, shared, scale = self._prepare(x)
             except Exception as error:  # whatever it is, the other ranks must hear of it
                 self.group.refuse(error, self.tuning)
         shared_experts = self.shared if x.is_cuda else None  # there they are computed inside the kernel
-        out = self._run(routed_x, routing.ids_TK, routing.weights_TK, shared, shared_experts)
+        out = self._run(routed_x, routing.ids_TK, routing.weights_TK, shared, shared_experts, scale)
         if self.training and self.config.balance_loss_weight > 0:
             loss = None
             if torch.is_grad_enabled():
@@ -506,13 +508,21 @@ class MoE(nn.Module):
                 self.balance_loss = loss
         return out.view(x.shape)
 
-    def _prepare(self, x: Tensor) -> tuple[Tensor, Routing, Tensor | None]:
-        """What needs no other rank: x [T, H] for the routed experts, the routing, on the CPU the shared experts' output."""
+    def _prepare(self, x: Tensor) -> tuple[Tensor, Routing, Tensor | None, Tensor | None]:
+        """What needs no other rank: x [T, H] for the routed experts, the routing, on the CPU the shared experts' output, on a GPU only the
+        scale of it."""
         self._check(x)
         separate = self.shared is not None and not x.is_cuda
-        router_x, routed_x, *shared_x = _FanOut.apply(x.reshape(-1, x.shape[-1]), 3 if separate else 2)
-        shared = self.shared(*shared_x) if self.shared is not None and separate else None
-        return routed_x, self.router(router_x), shared
+        gated = self.shared is not None and self.shared.output_gate_H is not None
+        router_x, routed_x, *others = _FanOut.apply(x.reshape(-1, x.shape[-1]), 2 + separate + gated)
+        shared = scale = None
+        if self.shared is not None:
+            gate_x = others.pop() if gated else None
+            if separate:
+                shared = self.shared(others[0], gate_x)
+            elif gate_x is not None:
+                scale = self.shared.scale(gate_x)
+        return routed_x, self.router(router_x), shared, scale
 
     def _check(self, x: Tensor) -> None:
         if not isinstance(x, Tensor):
@@ -527,12 +537,15 @@ class MoE(nn.Module):
 
     def routed(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, shared: Tensor | None = None) -> Tensor:
         """Dispatch, experts and combine for given choices; see `moe`."""
-        return self._run(x_TH, ids_TK, weights_TK, shared, None)
+        return self._run(x_TH, ids_TK, weights_TK, shared, None, None)
 
-    def _run(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, shared: Tensor | None, shared_experts: SharedExperts | None) -> Tensor:
+    def _run(
+        self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, shared: Tensor | None, shared_experts: SharedExperts | None,
+        scale: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         inputs, main_grads = _inputs(x_TH, ids_TK, weights_TK, self.gate_EIH, self.up_EIH, self.down_EHI)
         arguments = (inputs, shared, main_grads, self.config.num_experts, self.config.clamp, self.recipe, self.group, self.tuning)
-        out, counts_E = _routed_gpu(*arguments, shared_experts) if x_TH.is_cuda else _routed_cpu(*arguments)
+        out, counts_E = _routed_gpu(*arguments, shared_experts, scale) if x_TH.is_cuda else _routed_cpu(*arguments)
         if self._counts_now():
             self.tokens_per_expert.copy_(counts_E)
         return out

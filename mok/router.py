@@ -288,13 +288,17 @@ def row_sigmoid(x: Tensor) -> Tensor:
     return _sigmoid(x)
 
 
-def _sigmoid_gradient(ctx: Any, d_y: Tensor) -> Tensor:
-    (y,) = ctx.saved_tensors
+@torch.library.custom_op("mok::row_sigmoid_backward", mutates_args=())
+def _row_sigmoid_backward(d_y: Tensor, y: Tensor) -> Tensor:
     return d_y * (y * (1.0 - y))
 
 
 row_sigmoid.register_fake(torch.empty_like)
-row_sigmoid.register_autograd(_sigmoid_gradient, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output))
+_row_sigmoid_backward.register_fake(lambda d_y, y: d_y.new_empty(d_y.shape))
+row_sigmoid.register_autograd(
+    lambda ctx, d_y: _row_sigmoid_backward(d_y, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
 
 
 @torch.library.custom_op("mok::scale_rows", mutates_args=())

@@ -120,6 +120,17 @@ class Timeline:
 # ---- from the kernels' words ----
 
 
+def _clocks(program: Tensor, cycles: Tensor, ns: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """(program, cycles) -> ns by each program's own straight line, the nearest to its points: multiprocessors differ in speed, and the wall
+    clock ticks once in a microsecond or so."""
+    count = torch.bincount(program)
+    mean_cycles, mean_ns = torch.bincount(program, cycles) / count, torch.bincount(program, ns) / count
+    distance = cycles - mean_cycles[program]
+    spread = torch.bincount(program, distance * distance)
+    slope = torch.bincount(program, distance * (ns - mean_ns[program])) / spread.clamp(min=1.0)
+    return lambda which, at: mean_ns[which] + slope[which] * (at.double() - mean_cycles[which])
+
+
 def timeline(
     direction: str, rank: int, words: Tensor, programs: int, kind: list[str], tile: Tensor, part: Tensor, expert: Tensor,
     kernel_ns: float = float("nan"),
@@ -139,19 +150,23 @@ def timeline(
         raise ValueError(f"{len(missing)} of {len(kind)} {direction} tasks have no timestamps, the first of them task {int(missing[0])}")
     first_clock, first_wall = of_program[:, record.FIRST_CLOCK.value], of_program[:, record.FIRST_WALL.value]
     last_clock, last_wall = of_program[:, record.LAST_CLOCK.value], of_program[:, record.LAST_WALL.value]
-    origin = first_wall.min()
-    cycles, wall = (last_clock - first_clock).sum(), (last_wall - first_wall).sum()
-    ns_per_cycle = float(wall) / max(float(cycles), 1.0)
-    begins = (first_wall - origin).double()
-    program = of_ticket[:, record.BY.value]
+    origin, program = first_wall.min(), of_ticket[:, record.BY.value]
+    begin = of_ticket[:, record.BEGIN.value]
+    everyone = torch.arange(programs)
+    to_ns = _clocks(
+        torch.cat([everyone, everyone, program]),
+        torch.cat([first_clock - first_clock, last_clock - first_clock, begin - first_clock[program]]).double(),
+        (torch.cat([first_wall, last_wall, of_ticket[:, record.WALL.value]]) - origin).double(),
+    )
+    begins, ends = to_ns(everyone, first_clock - first_clock), to_ns(everyone, last_clock - first_clock)
 
     def moment(word: int) -> Tensor:
         clock = of_ticket[:, word]
-        ns = begins[program] + (clock - first_clock[program]).double() * ns_per_cycle
-        return torch.where(clock == 0, torch.nan, ns)
+        return torch.where(clock == 0, torch.nan, to_ns(program, clock - first_clock[program]) - begins.min())
 
     return Timeline(
-        direction, rank, kernel_ns, int(origin), of_program[:, record.SM.value], begins, (last_wall - origin).double(),
+        direction, rank, kernel_ns, int(origin), of_program[:, record.SM.value], begins - begins.min(),
+        ends - begins.min(),
         kind, tile, part, expert, program, moment(record.BEGIN.value), moment(record.READY.value), moment(record.COMPUTED.value),
         moment(record.DONE.value),
     )  # fmt: skip

@@ -647,7 +647,7 @@ class Trainer:
                 squares_E[index * count + mine.start : index * count + mine.stop] = _squares(list(shard))
         for index, loss in enumerate(losses):
             losses_G[rank * self.local_slices + index] = loss.detach()
-        stops_R[rank] = stop
+        stops_R[rank].fill_(stop)  # an assignment would copy from the host, and wait
         self.ranks.add(numbers)
         return squares_E, losses_G, stops_R
 

@@ -15,8 +15,9 @@ it is timed: the default plan must be near the definition, all others must have 
        plans have it. With less the programs run out of work while a minibatch's last rows are on their way; with more the rows of a
        minibatch leave the L2 cache.
 
-A caller of the kernels takes it as `ForwardPlan(**tuned(...).forward)` and `BackwardPlan(**tuned(...).backward)`. `mok.MoE` does not yet:
-its operators carry a plan of three numbers (`mok.kernels.ops.plan_of`), which would have to grow by these fields.
+`mok.MoE` and `mok.functional` look there once per shape and process (`mok.kernels.ops.plans`), with the most tokens of a rank that their
+group's memory holds as T; what `Tuning` or `MoKConfig` say about num_sms and the ring holds, and their minibatch is the most that is taken.
+Ranks may take different plans, as they may hold different shapes.
 
 Legend: T tokens of a rank, H hidden, I intermediate, E experts of all ranks, K choices per token, R ranks.
 """

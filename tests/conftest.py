@@ -15,6 +15,10 @@ import torch
 
 sys.path.insert(0, os.path.dirname(__file__))  # helpers of the tests: ranks.py, interpret.py
 
+if torch.cuda.is_available() and "PYTEST_XDIST_WORKER" in os.environ:  # workers leave the cores to each other
+    torch.set_num_threads(2)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 WATCHDOG_S = float(os.environ.get("MOK_TEST_WATCHDOG_S", "300"))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import random
 import re
 import sys
 import time
@@ -28,7 +29,7 @@ from mok.kernels import schedule as device_schedule
 from mok.kernels.combine import combine
 from mok.kernels.forward import forward_kernel
 from mok.kernels.launch import ForwardPlan, Workspace
-from mok.kernels.tasks import DOWN, END, UP, max_tickets, tasks_kernel
+from mok.kernels.tasks import DOWN, END, UP, max_tickets, most_in_two_minibatches, tasks_kernel
 
 CPU = torch.device("cpu")
 BLOCK = 16  # tile height, slice width and depth of a step in these tests
@@ -199,43 +200,56 @@ def case_expert_id_out_of_range():
         workspace.check()
 
 
-def decode_all(num_tiles, shared_tiles, tiles, parts, ups, downs, shared_ups) -> list[tuple[int, int, int]]:
-    """The list as the device writes it; the experts of the tiles are 3, 4, 5, ..., and some of them are half tiles."""
-    most = max_tickets(num_tiles, shared_tiles, tiles, parts, ups, downs, shared_ups)
+def decode_all(experts, shared_tiles, tiles, parts, ups, downs, shared_ups) -> list[tuple[int, int, int]]:
+    """The list as the device writes it, for the expert of every tile; some tiles are half tiles."""
+    num_tiles = len(experts)
+    most = max_tickets(num_tiles, shared_tiles, parts, ups, downs, shared_ups)
     tasks, signals = torch.full((2 + most,), -1, dtype=torch.int64), torch.ones(300, dtype=torch.int32)
     real = [1 + 5 * t % BLOCK for t in range(max(num_tiles, 1))]  # rows of a tile
     peer_rank = torch.stack([torch.where(torch.arange(BLOCK) < count, 0, -1) for count in real]).int()
-    tasks_kernel[(2,)](
-        tasks, signals, torch.arange(3, 3 + len(real), dtype=torch.int32), peer_rank, torch.tensor([num_tiles * BLOCK], dtype=torch.int32),
+    tile_expert = torch.tensor([*experts, 0], dtype=torch.int32)
+    tasks_kernel[(2, 2)](
+        tasks, signals, tile_expert, peer_rank, torch.tensor([num_tiles * BLOCK], dtype=torch.int32),
         300, shared_tiles * BLOCK, TILES=tiles, PARTS=parts, UPS=ups, DOWNS=downs, SHARED_UPS=shared_ups, BLOCK_M=BLOCK, HALF_TILES=True,
-        BLOCK=256,
+        BLOCK=16,
     )  # fmt: skip
     count, *listed = tasks.tolist()
-    assert count <= most and listed[count] & 7 == END.value and not signals.any()
+    assert count == most and listed[count] == END.value and not signals.any()
     split = [(task & 7, task >> 32, task >> 4 & 4095, task >> 16 & 65535, task >> 3 & 1) for task in listed[:count]]
     for kind, tile, _, expert, half in split:
         routed = kind in (UP.value, DOWN.value)
-        assert expert == (tile + 3 if routed else 0) and half == (routed and real[tile] <= BLOCK // 2)
+        assert expert == (experts[tile] if routed else 0) and half == (routed and real[tile] <= BLOCK // 2)
     return [task[:3] for task in split]
 
 
+def starts(experts, tiles) -> list[int]:
+    """Where minibatches begin, by the words of `minibatch_start`."""
+    begins = [t for t in range(1, len(experts)) if experts[t] != experts[t - 1]] + [len(experts)]
+    found = [0]
+    for goal in range(tiles, len(experts), tiles):
+        near = [t for t in begins if abs(t - goal) <= tiles // 4]
+        found.append(min(near, key=lambda t: (abs(t - goal), t), default=goal))
+    return [start for start in found if start < len(experts)] + [len(experts)]
+
+
 def case_ticket_order():
-    """Every task once, no task before what it waits for, for many sizes; and the example of the module's text."""
-    nothing, pull, up, down, shared_up, shared_down = range(6)
-    got = decode_all(3, 0, 2, 1, 1, 1, 0)
-    names = ["-", "P", "U", "D"]
-    assert " ".join(f"{names[kind]}{tile}" if kind else "-" for kind, tile, _ in got) == "P0 P1 P2 - U0 U1 U2 D0 D1 D2", got
-    for tiles, parts, ups, downs, shared_ups in [(2, 1, 1, 1, 0), (4, 2, 3, 5, 2), (3, 4, 1, 2, 1), (8, 4, 2, 1, 1)]:
+    """Every task once, no task before what it waits for, minibatch by minibatch, for many sizes; and the examples of the module's text."""
+    pull, up, down, shared_up, shared_down = range(1, 6)
+    got = decode_all([3] * 3, 0, 2, 1, 1, 1, 0)
+    assert " ".join(f"{'-PUD'[kind]}{tile}" for kind, tile, _ in got) == "P0 P1 P2 U0 U1 U2 D0 D1 D2", got
+    assert starts([0] * 3 + [1] * 6 + [2] * 3, 4) == [0, 3, 9, 12]
+    pick = random.Random(5)
+    for tiles, parts, ups, downs, shared_ups in [(2, 1, 1, 1, 0), (4, 2, 3, 5, 2), (3, 4, 1, 2, 1), (8, 4, 2, 1, 1), (1, 2, 2, 2, 0)]:
         for num_tiles in (0, 1, tiles - 1, tiles, tiles + 1, 2 * tiles, 3 * tiles - 1, 5 * tiles, 5 * tiles + 1):
-            for shared_tiles in (0, 3) if shared_ups else (0,):
-                order = decode_all(num_tiles, shared_tiles, tiles, parts, ups, downs, shared_ups)
-                real = [task for task in order if task[0] != nothing]
+            for shared_tiles, chance in ((0, 0.0), (3, 0.2), (1, 0.7)) if shared_ups else ((0, 0.1), (0, 0.5)):
+                experts = list(itertools.accumulate(pick.random() < chance for _ in range(num_tiles)))
+                order = decode_all(experts, shared_tiles, tiles, parts, ups, downs, shared_ups)
                 want = [(kind, t, p) for kind, n in ((pull, parts), (up, ups), (down, downs)) for t in range(num_tiles) for p in range(n)]
                 of_shared = ((shared_up, shared_ups), (shared_down, downs))
                 want += [(kind, t, p) for kind, n in of_shared for t in range(shared_tiles) for p in range(n)]
-                assert sorted(real) == sorted(want), (num_tiles, shared_tiles, tiles)
+                assert sorted(order) == sorted(want), (experts, shared_tiles, tiles)
                 place = {task: i for i, task in enumerate(order)}
-                ring = 2 * tiles  # the smallest ring
+                ring = most_in_two_minibatches(tiles)  # the smallest ring
                 for (kind, t, _), i in place.items():
                     needs = []
                     if kind == pull and t >= ring:
@@ -246,7 +260,12 @@ def case_ticket_order():
                         needs = [(up, t, p) for p in range(ups)]
                     elif kind == shared_down:
                         needs = [(shared_up, t, p) for p in range(shared_ups)]
-                    assert all(place[need] < i for need in needs), (kind, t, num_tiles, tiles)
+                    assert all(place[need] < i for need in needs), (kind, t, experts, tiles)
+                cuts = starts(experts, tiles)
+                for kind in (up, down):
+                    found = [(t, p) for k, t, p in order if k == kind]
+                    count = ups if kind == up else downs
+                    assert found == [(t, p) for a, b in itertools.pairwise(cuts) for p in range(count) for t in range(a, b)]
 
 
 def case_combine():

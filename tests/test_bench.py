@@ -44,7 +44,8 @@ def test_layers_over_two_ranks(tmp_path, capsys):
     assert written["machine"] == "cpu" and written["sources_sha256"] == report.sources_sha256()
     assert [row["direction"] for row in written["rows"]] == ["fwd", "bwd"]
     for row in written["rows"]:
-        assert row["suite"] == "ep" and row["ep"] == 2 and row["ms"] > 0 and set(row["baselines"]) == {"nccl", "nccl padded"}
+        assert row["suite"] == "ep" and row["ep"] == 2 and set(row["baselines"]) == {"nccl", "nccl padded"}
+        assert row["ms"] > 0 or row["direction"] == "bwd", "on a CPU a backward is the difference of two times, here of one call each"
     assert "best other" in capsys.readouterr().out
 
 

@@ -101,6 +101,13 @@ def test_a_compiled_layer_has_the_bits_of_eager(backend):
     check_numbers_of_tokens(counter, check)
 
 
+def test_a_compiled_layer_in_bf16_rounds_where_eager_does():
+    """x has several users; Inductor would keep sums of some of its gradients in fp32, eager would round them."""
+    layer = build(CONFIG).bfloat16()
+    x = torch.randn(100, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert_equal(layer_step(layer, torch.compile(layer, fullgraph=True), x), layer_step(layer, layer, x))
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_compiled_inside_recompute_and_recompute_inside_compiled(reentrant):
     layer = build(CONFIG)

@@ -6,8 +6,9 @@ import dataclasses
 import math
 
 import pytest
+import torch
 
-from mok.config import PRESETS, MoEConfig, Tuning
+from mok.config import PRESETS, TILE_M, MoEConfig, Tuning
 
 # name: H, I, E, K, shared experts, score, selection bias, renormalize, scale, clamp, groups, top groups, shared gate
 PUBLISHED = {
@@ -179,3 +180,41 @@ def test_tuning_replace_checks_again():
     assert small.replace(macrobatch=384) == Tuning(minibatch=128, macrobatch=384, saved_rows=0)
     with pytest.raises(ValueError, match="macrobatch=200: must be a multiple of minibatch=128"):
         small.replace(macrobatch=200)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("shared", [{}, dict(num_shared_experts=1, shared_gate=True)])
+@pytest.mark.parametrize("knobs", [{}, dict(minibatch=128, macrobatch=384, saved_rows=256)])
+def test_gpu_memory_is_what_the_kernels_take(ranks, shared, knobs):
+    """Allocated here as for a launch, without one. The lists' share is larger than ever in these small shapes."""
+    pytest.importorskip("triton")
+    from mok.kernels import launch, launch_backward, memory, schedule
+    from mok.kernels.autograd import rows_to_save
+    from mok.kernels.launch import ForwardPlan
+    from mok.kernels.launch_backward import BackwardPlan
+
+    tokens, hidden, width, experts, top_k, cpu = 700, 512, 768, 6, 3, torch.device("cpu")
+    config = MoEConfig(hidden_size=hidden, intermediate_size=width, num_experts=experts, top_k=top_k, **shared)
+    tuning = Tuning(**knobs)
+    local = experts // ranks
+    view = memory.virtual_memory(memory.backward_regions(tokens, hidden, experts, top_k, ranks), ranks, cpu)[0]
+    workspace = launch.Workspace(view, tokens, hidden, top_k, cpu, num_sms=132)
+    rows = schedule.empty_schedule(schedule.max_tiles(tokens, top_k, ranks, local), local, cpu)
+    zeros = lambda *size: torch.zeros(*size, dtype=torch.bfloat16)  # noqa: E731
+    x, weights = zeros(tokens, hidden), torch.zeros(tokens, top_k)
+    matrices = zeros(local, width, hidden), zeros(local, width, hidden), zeros(local, hidden, width)
+    of_shared = (zeros(width, hidden), zeros(width, hidden), zeros(hidden, width)) if shared else None
+    saved_rows = rows_to_save(tuning, tokens, top_k, ranks, local)
+    tiles, ring = tuning.minibatch // TILE_M, tuning.macrobatch // TILE_M
+    plan = ForwardPlan(minibatch_tiles=min(tiles, 16), ring_tiles=ring, parts=8)
+    _, saved, _ = launch.kernel_arguments(
+        workspace, rows, x, *matrices, of_shared, None, None, saved_rows, True, plan, hidden, width
+    )  # fmt: skip
+    launch_backward.prepare(workspace, rows, saved, x, x, weights, *matrices, of_shared, plan=BackwardPlan(ring_tiles=ring, run=1, parts=8))
+    size = lambda tensors: sum(tensor.numel() * tensor.element_size() for tensor in tensors)  # noqa: E731
+    limit = config.gpu_memory(tokens, ranks, tuning)
+    taken = size([view.buffer, *workspace.scratch.values()])
+    assert 0.9 * limit.workspace < taken <= limit.workspace
+    kept = size([*vars(saved).values(), *vars(rows).values()]) + (x.numel() * 2 if shared else 0)
+    assert 0.9 * limit.kept < kept <= limit.kept
+    assert limit.total == limit.workspace + limit.kept + limit.passing

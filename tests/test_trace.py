@@ -32,7 +32,7 @@ def words(programs, tickets) -> torch.Tensor:
     for p, (sm, begin, end) in enumerate(programs):
         record += [sm, clock(p, begin), ORIGIN + begin, clock(p, end), ORIGIN + end, 0, 0, 0]
     for p, *moments in tickets:
-        record += [*(clock(p, ns) for ns in moments), p, 0, 0, 0]
+        record += [*(clock(p, ns) for ns in moments), p, ORIGIN + moments[0], 0, 0]
     return torch.tensor([*record, *[0] * 80])  # room for more tickets than there were
 
 
@@ -67,6 +67,24 @@ def test_the_summary_adds_up_to_the_kernel():
     assert about["accounted"] == pytest.approx(0.99, abs=1e-3) and sum(about["shares"].values()) == pytest.approx(0.99, abs=2e-3)
     assert about["kinds"]["down"] == dict(tasks=2, waits_us=20, works_us=23.5, ends_us=8.5)
     assert list(about["shares"])[-2:] == ["between tasks", "tail"]
+
+
+def test_multiprocessors_of_different_speed_under_a_coarse_wall_clock():
+    """All take a task at the same moments; a tick is 1,024 ns, and the fastest clock gains 1 % on the slowest."""
+    moments, speeds, tick = [3777 * i + 11 for i in range(1, 200)], (1.5, 1.51, 1.515), 1024
+    clock = lambda p, ns: 10**12 * (p + 1) + round(ns * speeds[p])  # noqa: E731
+    wall = lambda ns: (ORIGIN + ns) // tick * tick  # noqa: E731
+    record = []
+    for p in range(3):
+        record += [p, clock(p, 0), wall(0), clock(p, 800_000), wall(800_000), 0, 0, 0]
+    for ns in moments:
+        for p in range(3):
+            record += [clock(p, ns), clock(p, ns), 0, clock(p, ns + 9), p, wall(ns), 0, 0]
+    count = 3 * len(moments)
+    zeros = torch.zeros(count, dtype=torch.int64)
+    line = trace.timeline("forward", 0, torch.tensor(record), 3, ["up"] * count, zeros, zeros, zeros)
+    want = torch.tensor(moments).repeat_interleave(3)
+    assert float((line.begin - want).abs().max()) < 200
 
 
 def random_timeline(rank: int, direction: str, programs: int = 6, tasks: int = 200) -> trace.Timeline:

@@ -47,6 +47,28 @@ def test_the_fields_and_defaults_are_the_plans():
     assert tune.SHIPPED.name in project["tool"]["setuptools"]["package-data"]["mok"]
 
 
+def test_layers_take_the_choice_within_what_they_are_told():
+    """Once per process: a file that is written later is not looked at again."""
+    pytest.importorskip("triton")
+    from mok.kernels import launch, memory, ops
+
+    tokens, hidden, width, experts, top_k, cpu = 100, 64, 48, 4, 2, torch.device("cpu")
+    key = Key("cpu", tokens, hidden, width, experts, top_k)
+    store(tune.cache_file(), key, {"forward": {"minibatch_tiles": 24, "parts": 8}, "backward": {"run": 2}, "ms": {}})
+    view = memory.virtual_memory(memory.backward_regions(tokens, hidden, experts, top_k, 1), 1, cpu)[0]
+    workspace = launch.Workspace(view, tokens, hidden, top_k, cpu, num_sms=2)
+    ops._choice.cache_clear()
+    forward, backward = ops.plans(workspace, [5, 32, 64], width, experts)
+    assert forward == launch.ForwardPlan(num_sms=5, minibatch_tiles=24, ring_tiles=64, parts=8)
+    assert (backward.num_sms, backward.ring_tiles, backward.run, backward.parts) == (5, 64, 2, 4)
+    assert ops.plans(workspace, [5, 16, 64], width, experts)[0].minibatch_tiles == 16
+    tune.cache_file().unlink()
+    assert ops.plans(workspace, [5, 32, 64], width, experts)[0] == forward
+    other = ops.plans(workspace, [5, 32, 64], width + 16, experts)[0]
+    assert other == launch.ForwardPlan(num_sms=5, minibatch_tiles=two_waves(hidden, width + 16, 5), ring_tiles=64)
+    ops._choice.cache_clear()
+
+
 @pytest.mark.parametrize("tokens", [1024, 1025])
 def test_a_run_of_0_means_what_the_launch_makes_of_it(tokens):
     pytest.importorskip("triton")

@@ -24,6 +24,7 @@ from mok.bench.baselines import TorchLayer, dense_products
 from mok.bench.layers import NAMES, Batch, Changes, Turns, default_device, layer_class, make_batch, make_experts
 from mok.bench.shapes import TINY, Shape, choose
 from mok.bench.timing import medians
+from mok.config import MoEConfig
 from mok.quantize import Precision, Recipe
 
 FORWARD_LIMIT = 1e-2  # three times as much with quantized operands: where gate is off by a rounding, h may be off by one of E4M3
@@ -202,11 +203,19 @@ def backward_row(
     return row, _line(row, error, {label: ms[label] for label in extra}) + "".join(problems)
 
 
+def memory_limit(shape: Shape) -> float | None:
+    """GiB of `MoEConfig.gpu_memory` and of the experts' gradients; None for a slice of a layer, of fewer experts than choices."""
+    if shape.K > shape.E:
+        return None
+    config = MoEConfig(hidden_size=shape.H, intermediate_size=shape.I, num_experts=shape.E, top_k=shape.K)
+    return round((config.gpu_memory(shape.T).total + 6 * shape.E * shape.H * shape.I) / 2**30, 2)
+
+
 def memory_row(name: str, problem: OneDevice, contestants: Sequence[TorchLayer]) -> Row:
     others = {rival.name: dict(gib=problem.extra_gib(rival)) for rival in contestants}
     return dict(
         suite="layer", shape=name, **problem.shape._asdict(), ep=1, precision="bf16", direction="memory", gib=problem.extra_gib(),
-        baselines=others, saved=problem.saved,
+        limit_gib=memory_limit(problem.shape), baselines=others, saved=problem.saved,
     )  # fmt: skip
 
 

@@ -251,7 +251,7 @@ def layer_table(rows: Sequence[Row]) -> list[Row]:
         line = lines.setdefault((row["shape"], row["T"]), {"shape": row["shape"], **{letter: row[letter] for letter in "THIEK"}})
         way = row["direction"]
         if way == "memory":
-            line |= {"GiB": row["gib"], "torch's": row["baselines"][TorchLayer.name]["gib"]}
+            line |= {"GiB": row["gib"], "at most": row["limit_gib"], "torch's": row["baselines"][TorchLayer.name]["gib"]}
         else:
             of = row["baselines"][_best(row)]
             line |= {f"{way} ms": row["ms"], f"{way} TFLOP/s": row["tflops"], f"{way} best other": f"{of['tflops']} {_best(row)}"}

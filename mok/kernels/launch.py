@@ -22,7 +22,7 @@ from mok.kernels.forward import forward_kernel
 from mok.kernels.memory import PeerMemory
 from mok.kernels.schedule import DeviceSchedule, empty_schedule, max_tiles, sort_slots, write_rows
 from mok.kernels.signals import barrier
-from mok.kernels.tasks import BLOCK_TICKETS, max_tickets, tasks_kernel
+from mok.kernels.tasks import BLOCK_TICKETS, PROGRAMS_PER_BLOCK, max_tickets, most_in_two_minibatches, tasks_kernel
 from mok.kernels.trace import PROGRAM, WORDS
 from mok.schedule import local_experts
 
@@ -34,7 +34,8 @@ class ForwardPlan:
     """How the forward kernel cuts its work. No field changes a bit.
 
     num_sms: programs; 0 means one per multiprocessor.
-    minibatch_tiles, ring_tiles: tiles of 128 rows; the ring holds at least two minibatches.
+    minibatch_tiles, ring_tiles: tiles of 128 rows; the ring holds at least two minibatches, or all tiles. A minibatch may be half as large
+        again, or half as large, to begin and end with experts.
     parts: pull tasks per tile.
     half_tiles: multiply only the first half of a tile whose other half is padding.
     trace: write timestamps of every task.
@@ -174,9 +175,8 @@ def trace_record(workspace: Workspace, tickets: int, programs: int) -> Tensor:
 
 
 def ring_tiles(plan: ForwardPlan, tiles: int) -> int:
-    """Tiles of the ring: no more than can be in use, at least two minibatches, whole minibatches."""
-    minibatches = max(2, min(plan.ring_tiles // plan.minibatch_tiles, triton.cdiv(tiles, plan.minibatch_tiles)))
-    return minibatches * plan.minibatch_tiles
+    """Tiles of the ring: no more than there are, and at least any two minibatches, if any place is used again."""
+    return max(min(max(plan.ring_tiles, most_in_two_minibatches(plan.minibatch_tiles)), tiles), 1)
 
 
 def forward(
@@ -236,8 +236,8 @@ def launch_kernel(
 def write_tasks(workspace: Workspace, args: dict[str, object], rows: DeviceSchedule, plan: ForwardPlan) -> None:
     """The kernel's list of tasks, and signals at zero."""
     tasks, signals, n = args["tasks_ptr"], args["signals_ptr"], args["BLOCK_N"]
-    programs = min(triton.cdiv(tasks.numel(), BLOCK_TICKETS), 2 * workspace.num_sms)
-    tasks_kernel[(programs,)](
+    blocks = min(triton.cdiv(rows.tile_expert.numel(), plan.minibatch_tiles) + 1, workspace.num_sms)
+    tasks_kernel[(blocks, PROGRAMS_PER_BLOCK)](
         tasks, signals, rows.tile_expert, rows.peer_rank, rows.num_tokens, signals.numel(), args["tokens"],
         TILES=plan.minibatch_tiles, PARTS=args["PARTS"], UPS=triton.cdiv(args["I"], n), DOWNS=triton.cdiv(args["H"], 2 * n),
         SHARED_UPS=triton.cdiv(args["S"], n), BLOCK_M=args["BLOCK_M"], HALF_TILES=plan.half_tiles, BLOCK=BLOCK_TICKETS,
@@ -275,7 +275,7 @@ def kernel_arguments(
     shared_tiles = triton.cdiv(tokens, m) if shared_width else 0
     signals = workspace.take("signals", (32 + 3 * tiles + shared_tiles,), torch.int32)
     ups, downs, shared_ups = triton.cdiv(width, n), triton.cdiv(hidden, 2 * n), triton.cdiv(shared_width, n)
-    most = max_tickets(tiles, shared_tiles, plan.minibatch_tiles, plan.parts, ups, downs, shared_ups)
+    most = max_tickets(tiles, shared_tiles, plan.parts, ups, downs, shared_ups)
     tasks = workspace.take("tasks", (2 + most,), torch.int64)
     args: dict[str, object] = dict(
         x_ptr=x_TH, x_ptrs=memory.addresses["x"], combine_ptr=memory.own["combine"], combine_ptrs=memory.addresses["combine"],

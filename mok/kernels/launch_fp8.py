@@ -153,7 +153,7 @@ def kernel_arguments(
     gate_CI, up_CI = (saved.gate_CI, saved.up_CI) if saved else (x_ring.view(torch.bfloat16),) * 2
     signals = workspace.take("signals", (32 + 3 * tiles,), torch.int32)
     ups, downs = triton.cdiv(width, BLOCK), triton.cdiv(hidden, 2 * BLOCK)
-    most = max_tickets(tiles, 0, plan.minibatch_tiles, plan.parts, ups, downs, 0)
+    most = max_tickets(tiles, 0, plan.parts, ups, downs, 0)
     tasks = workspace.take("tasks", (2 + most,), torch.int64)
     square = lambda weight: launch._rows(weight, BLOCK, BLOCK)  # noqa: E731
     arguments: dict[str, object] = dict(

@@ -2,8 +2,8 @@
 torch.compile.
 
 A workspace enters a graph as a number, because its memory outlives the graph and no tensor of it is an operand. What an operator writes
-there is read by no other operator, except through tensors that the graph sees. A plan is a list [num_sms, tiles per minibatch, tiles of the
-ring].
+there is read by no other operator, except through tensors that the graph sees. A plan is a list [num_sms, most tiles of a minibatch, tiles
+of the ring]; all else is looked up (`plans`).
 
 Legend: T tokens of this rank, H hidden, I intermediate, E experts in all, L experts of this rank, K choices per token, S width of the
 shared experts, C rows whose gate and up are saved.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Iterator
 
@@ -31,8 +32,8 @@ from mok.kernels.launch_fp8 import QuantizedExperts
 from mok.kernels.schedule import DeviceSchedule, max_tiles, schedule_sizes
 from mok.kernels.signals import peer_address
 from mok.schedule import local_experts
+from mok.tune import Choice, Key, tuned
 
-BEST_MINIBATCH_TILES = 16  # measured: larger ones lose the L2 cache
 KEPT = 5  # tensors that the forward returns for the backward: gate, up, and the shared experts' gate, up and output
 
 # ---- workspaces ----
@@ -104,7 +105,23 @@ def _turn(inner: Workspace) -> Iterator[None]:
 
 
 def plan_of(num_sms: int, minibatch: int, macrobatch: int) -> list[int]:
-    return [num_sms, min(minibatch // TILE_M, BEST_MINIBATCH_TILES), macrobatch // TILE_M]
+    return [num_sms, minibatch // TILE_M, macrobatch // TILE_M]
+
+
+@functools.cache
+def _choice(device: torch.device, tokens: int, hidden: int, width: int, num_experts: int, top_k: int, ranks: int, num_sms: int) -> Choice:
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return tuned(Key(gpu, tokens, hidden, width, num_experts, top_k, ranks), num_sms)
+
+
+def plans(inner: Workspace, plan: list[int], width: int, num_experts: int) -> tuple[ForwardPlan, BackwardPlan]:
+    """How to cut a layer of this width: as `mok.tune.tuned` has it for the workspace's shape, within the plan. Files are read once."""
+    num_sms, most_tiles, ring_tiles = plan
+    size = inner.memory.size
+    choice = _choice(inner.device, inner.max_tokens, inner.hidden, width, num_experts, inner.top_k, size, num_sms or inner.num_sms)
+    forward = ForwardPlan(**{**choice.forward, "num_sms": num_sms, "ring_tiles": ring_tiles})
+    forward = dataclasses.replace(forward, minibatch_tiles=min(forward.minibatch_tiles, most_tiles))
+    return forward, BackwardPlan(**{**choice.backward, "num_sms": num_sms, "ring_tiles": ring_tiles})
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -194,7 +211,7 @@ def gpu_forward(
     made = [] if schedule else make_schedule(inner, ids, num_experts)
     rows, x = DeviceSchedule(*(schedule or made[:-1])), _aligned(x)
     term = None if term is None else term.contiguous()
-    cut = ForwardPlan(num_sms=plan[0], minibatch_tiles=plan[1], ring_tiles=plan[2])
+    cut, _ = plans(inner, plan, gate.shape[1], num_experts)
     shared_out = torch.empty_like(x) if shared_scale is not None and saved_rows >= 0 else None
     with _turn(inner):
         out, saved = launch.forward(
@@ -240,11 +257,13 @@ def gpu_forward_fp8(
     inner, x = workspace_of(workspace), _aligned(x)
     *fields, routes = make_schedule(inner, ids, num_experts)
     term = None if term is None else term.contiguous()
+    num_sms, most_tiles, ring_tiles = plan
+    cut = ForwardPlan(num_sms=num_sms, minibatch_tiles=min(ForwardPlan.minibatch_tiles, most_tiles), ring_tiles=ring_tiles)
     with _turn(inner):
         out, _ = launch_fp8.forward(
             inner, DeviceSchedule(*fields), ids, weights, x, QuantizedExperts.of(gate, up, down), num_experts,
             shared=_three(shared_gate, shared_up, shared_down), clamp=clamp, shared_clamp=shared_clamp, shared_scale_T=shared_scale,
-            plan=ForwardPlan(num_sms=plan[0], minibatch_tiles=plan[1], ring_tiles=plan[2]), term_TH=term,
+            plan=cut, term_TH=term,
         )  # fmt: skip
     return out, routes
 
@@ -263,7 +282,8 @@ def gpu_shared_gate_up(
 
     Routed rows and down tasks are left out of the list, so of the routed experts and the down matrices only the shapes count.
     """
-    inner, hidden, cut = workspace_of(workspace), x.shape[1], ForwardPlan(num_sms=plan[0], minibatch_tiles=plan[1], ring_tiles=plan[2])
+    inner, hidden = workspace_of(workspace), x.shape[1]
+    cut, _ = plans(inner, plan, gate.shape[1], gate.shape[0] * inner.memory.size)
     inner.check()
     rows, x = DeviceSchedule(*schedule), _aligned(x)
     none = dataclasses.replace(rows, num_tokens=torch.zeros_like(rows.num_tokens))
@@ -328,7 +348,7 @@ def gpu_backward(
             shared_d_y = d_out if shared_scale is None else (d_out.float() * shared_scale[:, None]).to(d_out.dtype)
         got = launch_backward.backward(
             inner, DeviceSchedule(*schedule), Saved(*kept[: KEPT - 1]), ids, d_out, x, weights, gate, up, down, num_experts, needs,
-            BackwardPlan(num_sms=plan[0], ring_tiles=plan[2]), shared=shared, clamp=clamp, shared_clamp=shared_clamp,
+            plans(inner, plan, gate.shape[1], num_experts)[1], shared=shared, clamp=clamp, shared_clamp=shared_clamp,
             shared_d_y_TH=shared_d_y, main_grads=tuple(main_grads) or None, shared_main_grads=tuple(shared_main_grads) or None,
         )  # fmt: skip
         d_scale = (d_out.float() * kept[-1].float()).sum(-1) if asked[4] else None

@@ -1,7 +1,7 @@
 """Timestamps of tasks, written by the kernels where their compile-time switch TRACE is on; no instruction of it where it is off.
 
 The record, int64: first PROGRAM words per program, then WORDS words per ticket. Clocks are cycles of the program's multiprocessor; the wall
-clock (ns, the same on all of them, but it ticks coarsely) at a program's begin and end ties them together.
+clock (ns, the same on all of them, but it ticks coarsely) at the begin of a program and of its tasks and at its end ties them together.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from mok.kernels.signals import INTERPRETING
 # Words of a program's record.
 PROGRAM = tl.constexpr(8)
 SM, FIRST_CLOCK, FIRST_WALL, LAST_CLOCK, LAST_WALL = (tl.constexpr(i) for i in range(5))
-# Words of a ticket's record: when it was taken up, had what it waited for, had its sums, was announced; and who worked on it.
+# Words of a ticket's record: when it was taken up, had what it waited for, had its sums, was announced; by whom; BEGIN by the wall clock.
 WORDS = tl.constexpr(8)
-BEGIN, READY, COMPUTED, DONE, BY = (tl.constexpr(i) for i in range(5))
+BEGIN, READY, COMPUTED, DONE, BY, WALL = (tl.constexpr(i) for i in range(6))
 
 
 @triton.jit
@@ -61,3 +61,4 @@ def note(trace_ptr, ticket, word: tl.constexpr):
     tl.store(record + word, cycles())
     if word == BEGIN:
         tl.store(record + BY, tl.program_id(0).to(tl.int64))
+        tl.store(record + WALL, wall_clock())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +14,13 @@ import torch.multiprocessing as mp
 
 def _child(rank: int, ranks: int, port: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     gpus = torch.cuda.device_count()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     if gpus < ranks:
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     torch.cuda.set_device(rank % gpus)
     torch.manual_seed(0)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    store = dist.TCPStore("127.0.0.1", port, ranks, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     torch.save(function(dist.group.WORLD, *args), f"{folder}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -28,9 +28,7 @@ def _child(rank: int, ranks: int, port: int, folder: str, function: Callable[...
 
 def run_processes(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
     """function(group, *args) in every process, a function of a module; the results (tensors on the CPU) in rank order."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)  # a free port that stays its own
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_child, args=(ranks, port, folder, function, args), nprocs=ranks)
+        mp.spawn(_child, args=(ranks, store.port, folder, function, args), nprocs=ranks)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]

@@ -61,7 +61,7 @@ def test_the_same_digest_twice_and_for_other_knobs(whole, text, tmp_path, capsys
 
 def test_two_ranks_have_the_digest_of_one(whole, text, tmp_path):
     """Two GPUs over NCCL; where there is only one, both ranks share it."""
-    options = {**SMALL, "text": text, "ranks": 2, "name": "two"}
+    options = {"size": "small", **SMALL, "text": text, "ranks": 2, "name": "two"}
     line = [sys.executable, "-m", "mok", "train", *(f"{train.flag(name)}={value}" for name, value in options.items())]
     environment = {**os.environ, "PYTHONPATH": str(Path(train.__file__).parents[1])}
     if torch.cuda.device_count() < 2:
