@@ -3,10 +3,10 @@
     layer    forward, backward and memory of whole layers on one GPU              -> h200-layer.json
     suites   minibatch, schedule, scaling, overlap on one GPU                     -> h200-minibatch.json, ...
     ranks    rows, signals and whole layers over all GPUs, if there are several   -> h200x2-comm.json, h200x2-ep.json, h200x2-overlap.json
-    train    tokens per second beside torch's layer, and the digests of one and of all GPUs   -> h200-train.json
+    train    tokens per second beside torch's layer, and the digests of one and of all GPUs  -> h200-train.json
 
-Where there are several GPUs, `layer` and `suites` run beside each other. Names begin with the GPU's. A command that fails or does not end in
-time leaves the older file alone, and the exit code is 1; what it printed is under --out/logs.
+Where there are several GPUs, `layer` and `suites` run beside each other. Names begin with the GPU's. A command that fails or does not end
+in time leaves the older file alone, and the exit code is 1; what it printed is under --out/logs.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from torch import Tensor
 from mok.bench import ranks, report
 from mok.bench.layers import Batch, Changes, GpuLayer, make_batch, make_experts, plan_with
 from mok.bench.shapes import ONE_GPU, SEVERAL_GPUS, Shape, choose
+from mok.quantize import Precision
 from mok.schedule import local_experts
 
 
@@ -404,7 +405,8 @@ def take(layer: GpuLayer, batch: Batch, directions: Sequence[str], changes: Chan
         plan = plan_with(kind, changes)
         return (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
 
-    (_, kept), words, kernel_ns = traced(lambda: layer.forward(batch, "backward" in directions, changes), "forward_kernel")
+    kernel = "forward_kernel" if layer.quantized is None else "forward_fp8_kernel"
+    (_, kept), words, kernel_ns = traced(lambda: layer.forward(batch, "backward" in directions, changes), kernel)
     if "forward" in directions:
         lines.append(forward_timeline(workspace, words, programs(ForwardPlan), kernel_ns))
     if "backward" in directions:
@@ -413,13 +415,15 @@ def take(layer: GpuLayer, batch: Batch, directions: Sequence[str], changes: Chan
     return lines
 
 
-def measure(shape: Shape, directions: Sequence[str], changes: Changes, device: torch.device) -> list[Timeline]:
+def measure(
+    shape: Shape, directions: Sequence[str], changes: Changes, device: torch.device, precision: Precision = "bf16"
+) -> list[Timeline]:
     """The timelines of this rank, or on rank 0 those of all ranks."""
     several = dist.is_initialized()
     rank, size, group = (dist.get_rank(), dist.get_world_size(), dist.group.WORLD) if several else (0, 1, None)
     mine = local_experts(shape.E, size, rank)
     experts = tuple(weight[mine.start : mine.stop] for weight in make_experts(shape, device))
-    layer = GpuLayer(shape.T, shape.E, shape.K, experts, group, 1.25 if several else 1.0)  # type: ignore[arg-type]
+    layer = GpuLayer(shape.T, shape.E, shape.K, experts, group, 1.25 if several else 1.0, precision=precision)  # type: ignore[arg-type]
     lines = take(layer, make_batch(shape, rank, 0, device), directions, changes)
     if not several:
         return lines
@@ -446,6 +450,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mok trace", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shapes", default="qwen3-30b", help="one of `mok bench`'s")
     parser.add_argument("--direction", default="both", choices=("forward", "backward", "both"))
+    parser.add_argument("--precision", default="bf16", choices=("bf16", "fp8"), help="of the experts' products; fp8 has a forward only")
     parser.add_argument("--ranks", type=int, default=1, help="processes, one GPU each; a launcher's number wins")
     parser.add_argument("--plan", type=json.loads, default={}, help="JSON: fields of ForwardPlan and BackwardPlan")
     parser.add_argument("--out", help="the Chrome trace to write")
@@ -459,6 +464,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if others:
         parser.error(f"--shapes={options.shapes}: one shape at a time")
+    if options.precision != "bf16" and options.direction != "forward":
+        parser.error(f"--precision={options.precision}: needs --direction forward")
     if options.png and not importlib.util.find_spec("matplotlib"):
         parser.error(f"--png={options.png}: needs matplotlib, which is not installed")
     if not torch.cuda.is_available():
@@ -469,7 +476,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ranks.launch("mok.trace", arguments, options.ranks, options.limit)
     rank, device = (0, torch.device("cuda", 0)) if not ranks.launched() else ranks.join(options.limit)[::2]
     directions = ("forward", "backward") if options.direction == "both" else (options.direction,)
-    lines = measure(shape, directions, options.plan, device)
+    lines = measure(shape, directions, options.plan, device, options.precision)
     if rank == 0:
         if options.out:
             Path(options.out).write_text(json.dumps(chrome(lines)))

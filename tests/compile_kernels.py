@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 
 from mok.kernels.combine import combine_kernel
 from mok.kernels.forward import forward_kernel
+from mok.kernels.forward_fp8 import forward_fp8_kernel
 from mok.kernels.launch import ForwardPlan
 from mok.kernels.schedule import count_kernel, place_kernel, rows_kernel, scan_kernel
 from mok.kernels.signals import barrier_kernel
@@ -27,12 +28,16 @@ PLAN = ForwardPlan()
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 BF16 = {"x_ptr", "combine_ptr", "ring_ptr", "shared_out_ptr", "y_ptr", "shared_ptr", "out_ptr"}
 INT64 = {"tasks_ptr", "ids_ptr", "trace_ptr"}
+FP8 = "BLOCK"  # a constant of the forward in FP8 alone
 
 
 def argument_type(name: str, constants: dict[str, object]) -> str:
     m, n, k = PLAN.block_m, PLAN.block_n, PLAN.block_k
     if name in constants:
         return "constexpr"
+    if name.endswith("_desc") and FP8 in constants:
+        rows = m // 2 if "half" in name else m
+        return f"tensordesc<{'bf16' if name.startswith('save_') else 'fp8e4nv'}[{rows}, {constants[FP8]}]>"
     if name.endswith("_desc"):
         if "half" in name:
             m //= 2
@@ -45,6 +50,8 @@ def argument_type(name: str, constants: dict[str, object]) -> str:
         return "*bf16"
     if name in ("weights_ptr", "shared_scale_ptr"):
         return "*fp32"
+    if name.endswith("_scale_ptr"):
+        return "*u8"
     if name.endswith("_ptr"):
         return "*i32"
     return "fp32" if name in ("limit", "shared_limit") and "BLOCK_M" in constants else "i32"
@@ -83,6 +90,18 @@ def unfinished_stores(ptx: str) -> int:
     return len(bad)
 
 
+def local_accesses_among_products(sass: str) -> int:
+    """Loads and stores of local memory (spilled registers) in the loops that hold the tensor cores' instructions: for each of these the
+    shortest stretch around it from the target of a branch that leads back to this branch."""
+    lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
+    branches = [(at, re.search(r"\bBRA (?:\S+, )?0x([0-9a-f]+)", text)) for at, text in lines]
+    back = [(int(to[1], 16), at) for at, to in branches if to and int(to[1], 16) <= at]
+    products = [at for at, text in lines if "GMMA" in text]
+    loops = {min(((end - start, start, end) for start, end in back if start <= at <= end), default=None) for at in products}
+    assert loops and None not in loops, "products outside of any loop"
+    return sum("LDL" in text or "STL" in text for at, text in lines for _, start, end in loops if start <= at <= end)
+
+
 def compile_one(kernel, arch: int, constants: dict[str, object], num_warps: int = 4, num_stages: int = 3) -> dict[str, object]:
     signature = {name: argument_type(name, constants) for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.endswith(("_ptr", "_ptrs"))}
@@ -98,6 +117,8 @@ def compile_one(kernel, arch: int, constants: dict[str, object], num_warps: int 
         name=kernel.__name__, shared=made.metadata.shared, stack=int(re.search(r"STACK:(\d+)", usage)[1]),
         registers=int(re.search(r"REG:(\d+)", usage)[1]),
         tensor_core=ptx.count("wgmma.mma_async" if arch == 90 else "tcgen05.mma"),
+        e4m3=len(re.findall(r"wgmma\.mma_async\S*\.e4m3\.e4m3", ptx)),
+        local_in_loop=local_accesses_among_products(sass) if "GMMA" in sass else 0,
         copy_engine=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
         serialized=len(re.findall(r"HGMMA[^\n]*gsb0 ;[^\n]*\n(?:[^\n]*\n){0,2}[^\n]*WARPGROUP\.DEPBAR\.LE gsb0, 0x0", sass)),
         single_conversions=sass.count("F2F.BF16"),
@@ -115,6 +136,14 @@ def forward(arch: int, hidden=7168, width=2048, shared=0, ranks=1, save=False) -
     return [compile_one(forward_kernel, arch, constants, PLAN.num_warps, PLAN.num_stages)]
 
 
+def forward_fp8(arch: int, hidden=7168, width=2048, ranks=1, save=False) -> list[dict[str, object]]:
+    constants = dict(
+        H=hidden, I=width, K=8, R=ranks, CLAMP=save, SAVE=save, PARTS=PLAN.parts, BLOCK_M=PLAN.block_m, BLOCK=128, BLOCK_H=PLAN.block_h,
+        THREADS=32 * PLAN.num_warps, TRACE=False,
+    )  # fmt: skip
+    return [compile_one(forward_fp8_kernel, arch, constants, PLAN.num_warps, PLAN.num_stages)]
+
+
 def schedule(arch: int) -> list[dict[str, object]]:
     return [
         compile_one(count_kernel, arch, dict(E=128, R=2, BLOCK_N=512, BINS=256)),
@@ -130,6 +159,9 @@ def main() -> None:
         facts[f"forward {arch}"] = forward(arch)
         facts[f"forward shared saved two ranks {arch}"] = forward(arch, shared=2048, ranks=2, save=True)
         facts[f"forward odd sizes {arch}"] = forward(arch, 2880, 1408)
+        facts[f"fp8 {arch}"] = forward_fp8(arch)
+        facts[f"fp8 saved two ranks {arch}"] = forward_fp8(arch, ranks=2, save=True)
+        facts[f"fp8 odd sizes {arch}"] = forward_fp8(arch, 2880, 1424)
         facts[f"schedule {arch}"] = schedule(arch)
         constants = dict(TILES=16, PARTS=4, UPS=16, DOWNS=28, SHARED_UPS=16, BLOCK_M=128, HALF_TILES=True, BLOCK=256)
         facts[f"tasks {arch}"] = [compile_one(tasks_kernel, arch, constants)]

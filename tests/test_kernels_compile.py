@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("triton")
 
 CASES = ("forward", "forward shared saved two ranks", "forward odd sizes", "schedule", "tasks", "combine", "barrier")
+FP8_CASES = ("fp8", "fp8 saved two ranks", "fp8 odd sizes")
 ARCHS = (90, 100, 103)
 
 
@@ -34,6 +35,29 @@ def test_compiles_without_spills(compiled, case, arch):
     for kernel in compiled[f"{case} {arch}"]:
         assert kernel["stack"] == 0, kernel
         assert kernel["shared"] <= 232448
+
+
+@pytest.mark.parametrize("case", FP8_CASES)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_fp8_uses_the_chip(compiled, case, arch):
+    """The sums fill the registers: what a task needs around its loop may be spilled, but nothing in the loop."""
+    (kernel,) = compiled[f"{case} {arch}"]
+    assert kernel["shared"] <= 232448 and kernel["stack"] <= (128 if arch == 90 else 512), kernel
+    assert kernel["tensor_core"] > 0 and kernel["copy_engine"] > 0, kernel
+    assert kernel["wide_loads"] > 0 and kernel["wide_stores"] > 0 and kernel["narrow_stores"] == 0, kernel
+    assert kernel["unfinished"] == 0 and kernel["announced"] > 0, kernel
+    if arch == 90:
+        assert kernel["e4m3"] == kernel["tensor_core"] == 16, "a step is two products of four instructions, and there are half tiles"
+        assert kernel["local_in_loop"] == 0, "spilled registers are read or written for every step"
+
+
+def test_the_search_for_spills_in_the_loop():
+    from compile_kernels import local_accesses_among_products as search
+
+    store, product, load, again = "STL [R1], R0", "QGMMA.64x128x32 R24, gdesc[UR4], R24", "LDL R0, [R1]", "@!P2 BRA 0x0010"
+    listing = lambda *texts: "\n".join(f"  /*{16 * i:04x}*/   {text} ;   /* 0x1 */" for i, text in enumerate(texts))  # noqa: E731
+    assert search(listing(store, "NOP", product, again, load)) == 0
+    assert search(listing(store, load, product, again, load)) == 1
 
 
 def test_the_search_for_unfinished_stores():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from mok.quantize import UNQUANTIZED, Recipe
 from mok.reference import swiglu
 
 LIMIT = 1.5e-2
@@ -42,9 +43,20 @@ def _expert(x_NH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor) -> Te
     return (silu(x_NH @ gate_IH.T) * (x_NH @ up_IH.T)) @ down_HI.T
 
 
+def _routed(x_NH: Tensor, gate_IH: Tensor, up_IH: Tensor, down_HI: Tensor, recipe: Recipe) -> Tensor:
+    """`reference.swiglu` with the operands quantized by the recipe."""
+    if not recipe.quantized:
+        return swiglu(x_NH, gate_IH, up_IH, down_HI)
+    wide = lambda x: x.to(x_NH.dtype).float()  # noqa: E731
+    x, gate, up, down = recipe.rows(x_NH.float()), *(recipe.weight(w.float(), -1) for w in (gate_IH, up_IH, down_HI))
+    hidden = wide(silu(wide(x @ gate.T)) * wide(x @ up.T))
+    return wide(recipe.rows(hidden) @ down.T)
+
+
 def forward_error(
-    out_TH: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Experts, count: int = 32, shared: Experts | None = None
-) -> float:
+    out_TH: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Experts, count: int = 32, shared: Experts | None = None,
+    recipe: Recipe = UNQUANTIZED,
+) -> float:  # fmt: skip
     """The largest relative error of a token's output, over `count` evenly spaced tokens. shared: gate and up [S, H], down [H, S]."""
     worst = 0.0
     gate_EIH, up_EIH, down_EHI = experts
@@ -53,7 +65,7 @@ def forward_error(
         if shared is not None:
             want += swiglu(x_TH[t : t + 1], *shared)[0]
         for e, w in zip(ids_TK[t].tolist(), weights_TK[t].tolist(), strict=True):
-            want += w * swiglu(x_TH[t : t + 1], gate_EIH[e], up_EIH[e], down_EHI[e])[0]
+            want += w * _routed(x_TH[t : t + 1], gate_EIH[e], up_EIH[e], down_EHI[e], recipe)[0]
         worst = max(worst, relative_error(out_TH[t], want))
     return worst
 

@@ -16,6 +16,7 @@ Legend: T tokens of a rank, H hidden, I intermediate, E experts of all ranks, K 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -34,6 +35,7 @@ from mok.bench.shapes import SEVERAL_GPUS as SHAPES
 from mok.bench.shapes import TINY, Shape
 from mok.bench.timing import medians
 from mok.bench.warm import warm
+from mok.quantize import Precision, Recipe
 from mok.schedule import local_experts
 
 DIRECTIONS = ("fwd", "bwd")
@@ -43,7 +45,10 @@ INPUT_SETS = 2
 class Problem:
     """A shape on this rank: experts, rotating inputs, the layer over all ranks and its rivals."""
 
-    def __init__(self, shape: Shape, device: torch.device, saved: float, padding: float, plans: dict[str, Changes]) -> None:
+    def __init__(
+        self, shape: Shape, device: torch.device, saved: float, padding: float, plans: dict[str, Changes], precision: Precision = "bf16"
+    ) -> None:
+        self.recipe = Recipe(precision)
         self.shape, self.device, self.plans, self.turns = shape, device, plans, Turns(INPUT_SETS)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         if shape.E % self.size:
@@ -53,7 +58,7 @@ class Problem:
         self.mine = slice(local.start, local.stop)
         gate, up, down = (weight[self.mine] for weight in self.all_experts)
         self.inputs = [make_batch(shape, self.rank, turn, device) for turn in range(INPUT_SETS)]
-        self.make_layer = layer_class(device)
+        self.make_layer = functools.partial(layer_class(device), precision=precision)
         self.layer = self.make_layer(shape.T, shape.E, shape.K, (gate, up, down), dist.group.WORLD, saved)
         capacity = math.ceil(padding * shape.T * shape.K / self.size / 128) * 128
         others, self.missing = rivals.several_gpus((gate, up, down)) if device.type == "cuda" else ([], {})
@@ -88,7 +93,7 @@ class Problem:
         want, kept_alone = one.forward(whole, backward)
         one.finish()
         same([first], [want[tokens]], ["out"], "one GPU")
-        errors["fwd"] = checks.forward_error(first, *batch[:3], self.all_experts)
+        errors["fwd"] = checks.forward_error(first, *batch[:3], self.all_experts, recipe=self.recipe)
 
         if backward:
             got = self.layer.backward(batch, kept)
@@ -114,8 +119,10 @@ class Problem:
             else:
                 with torch.no_grad():
                     errors[rival.name] = checks.relative_error(rival(*batch[:3]), first)
-        limits = {rival.name: 2 * checks.LIMIT for rival in self.rivals}
-        problems += [f"{name}: relative error {e:.1e}" for name, e in errors.items() if not e < limits.get(name, checks.LIMIT)]
+        of_layer = 2 if self.recipe.quantized else 1  # h may round to another number of E4M3
+        of_rivals = 8 if self.recipe.quantized else 2  # theirs is in bf16
+        limits = {rival.name: of_rivals * checks.LIMIT for rival in self.rivals}
+        problems += [f"{name}: relative error {e:.1e}" for name, e in errors.items() if not e < limits.get(name, of_layer * checks.LIMIT)]
         return errors, problems
 
     def time(self, direction: str, repeats: int) -> dict[str, float]:
@@ -152,11 +159,14 @@ class Problem:
         return ms
 
 
-def row_of(name: str, shape: Shape, size: int, direction: str, ms: dict[str, float], others: Sequence[str], saved: float) -> dict[str, Any]:
+def row_of(
+    name: str, shape: Shape, size: int, direction: str, ms: dict[str, float], others: Sequence[str], saved: float,
+    precision: Precision = "bf16",
+) -> dict[str, Any]:  # fmt: skip
     work = (6 if direction == "fwd" else 12) * shape.T * shape.K * shape.H * shape.I * 1e-9
     best = min(ms[rival] for rival in others)
     row: dict[str, Any] = dict(
-        suite="ep", shape=name, **shape._asdict(), ep=size, precision="bf16", direction=direction, ms=round(ms["mok"], 4),
+        suite="ep", shape=name, **shape._asdict(), ep=size, precision=precision, direction=direction, ms=round(ms["mok"], 4),
         tflops=round(work / ms["mok"], 1), alone_ms=round(ms["alone"], 4), alone_tflops=round(work / ms["alone"], 1),
         baselines={rival: dict(ms=round(ms[rival], 4), tflops=round(work / ms[rival], 1)) for rival in others},
         ratio=round(best / ms["mok"], 3),
@@ -186,7 +196,7 @@ def measure(options: argparse.Namespace, shapes: dict[str, Shape], device: torch
     failed = 0
     directions = options.directions.split(",")
     for name in options.shapes.split(",") if options.shapes else shapes:
-        problem = Problem(shapes[name], device, options.saved, options.padding, options.plans)
+        problem = Problem(shapes[name], device, options.saved, options.padding, options.plans, options.precision)
         errors, problems = problem.check(directions)
         wrong = ranks.first_problem("; ".join(problems))
         if wrong:  # no speed of what is wrong
@@ -196,7 +206,8 @@ def measure(options: argparse.Namespace, shapes: dict[str, Shape], device: torch
             continue
         for direction in directions:
             ms = problem.time(direction, options.repeats)
-            row = row_of(name, problem.shape, problem.size, direction, ms, [rival.name for rival in problem.rivals], options.saved)
+            names = [rival.name for rival in problem.rivals]
+            row = row_of(name, problem.shape, problem.size, direction, ms, names, options.saved, options.precision)
             rows.append(row)
             if problem.rank == 0:
                 others = "".join(f"; {label} {ms[label]:.3f} ms" for label in options.plans)
@@ -221,6 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2, help="processes, one GPU each; a launcher's number wins")
     parser.add_argument("--shapes", default="", help=f"some of {','.join(shapes)}; all by default")
     parser.add_argument("--directions", default="fwd,bwd")
+    parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16", help="fp8: needs --directions fwd")
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--saved", type=float, default=1.25, help="rows whose gate and up are saved, as a multiple of a balanced load")
     parser.add_argument("--padding", type=float, default=1.25, help="capacity of the padded baseline, likewise")
@@ -235,6 +247,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for direction in options.directions.split(","):
         if direction not in DIRECTIONS:
             parser.error(f"--directions={direction}: must be some of {','.join(DIRECTIONS)}")
+    if options.precision != "bf16" and options.directions != "fwd":
+        parser.error(f"--precision={options.precision}: needs --directions fwd")
     if not ranks.launched():
         if cuda and torch.cuda.device_count() < options.ranks:
             parser.error(f"--ranks={options.ranks}: there are {torch.cuda.device_count()} GPUs")

@@ -19,6 +19,7 @@ from mok.bench.checks import Experts
 from mok.bench.shapes import Shape
 from mok.config import TILE_M, Tuning
 from mok.executor import row_swiglu
+from mok.quantize import Precision
 
 Changes = dict[str, Any]  # fields of ForwardPlan and BackwardPlan; either takes those that it has
 NAMES = ("d_x", "d_weights", "d_gate", "d_up", "d_down")
@@ -63,21 +64,27 @@ def plan_with(kind: Any, changes: Changes | None) -> Any:
 class GpuLayer:
     """This rank's part of a layer over a group, or, without one, a layer of this rank alone. shared: gate and up [S, H], down [H, S].
 
-    compile_for: with so many ranks a layer that only compiles and loads what rank 0 of such a group launches; its barriers do not wait.
+    precision "fp8": weights are quantized here, once, and there is no backward. compile_for: with so many ranks a layer that only compiles
+    and loads what rank 0 of such a group launches; its barriers do not wait.
     """
 
     step_for_backward = False
 
     def __init__(
         self, tokens: int, num_experts: int, top_k: int, experts: Experts, group: dist.ProcessGroup | None, saved: float,
-        shared: Experts | None = None, compile_for: int = 1,
+        shared: Experts | None = None, precision: Precision = "bf16", compile_for: int = 1,
     ) -> None:  # fmt: skip
         from mok.kernels import memory
         from mok.kernels.launch import Workspace
+        from mok.kernels.launch_fp8 import QuantizedExperts
 
         hidden, device = experts[0].shape[2], experts[0].device
         size = compile_for if group is None else dist.get_world_size(group)
         layout = memory.backward_regions(tokens, hidden, num_experts, top_k, size)
+        self.quantized = None
+        if precision != "bf16":
+            layout += memory.quantized_regions(tokens, hidden)
+            self.quantized = QuantizedExperts.of(*experts)
         view = memory.virtual_memory(layout, size, device)[0] if group is None else memory.symmetric_memory(layout, group, device)
         self.workspace = Workspace(view, tokens, hidden, top_k, device, timeout_s=60.0, warming=compile_for > 1)
         self.num_experts, self.experts, self.shared = num_experts, experts, shared
@@ -85,13 +92,17 @@ class GpuLayer:
 
     def forward(self, batch: Batch, keep: bool = False, changes: Changes | None = None) -> tuple[Tensor, Any]:
         """The output, and with `keep` what `backward` needs."""
-        from mok.kernels import launch
+        from mok.kernels import launch, launch_fp8
 
         schedule = launch.schedule(self.workspace, batch.ids_TK, self.num_experts)
-        out, saved = launch.forward(
-            self.workspace, schedule, batch.ids_TK, batch.weights_TK, batch.x_TH, *self.experts, self.num_experts, shared=self.shared,
-            save=keep, saved_rows=self.saved_rows if keep else 0, plan=plan_with(launch.ForwardPlan, changes),
-        )  # fmt: skip
+        options: Changes = dict(
+            shared=self.shared, save=keep, saved_rows=self.saved_rows if keep else 0, plan=plan_with(launch.ForwardPlan, changes)
+        )
+        call = (self.workspace, schedule, batch.ids_TK, batch.weights_TK, batch.x_TH)
+        if self.quantized is None:
+            out, saved = launch.forward(*call, *self.experts, self.num_experts, **options)
+        else:
+            out, saved = launch_fp8.forward(*call, self.quantized, self.num_experts, **options)
         return out, (schedule, saved)
 
     def backward(self, batch: Batch, kept: Any, changes: Changes | None = None, **options: Any) -> list[Tensor]:
@@ -122,9 +133,9 @@ class CpuLayer:
 
     def __init__(
         self, tokens: int, num_experts: int, top_k: int, experts: Experts, group: dist.ProcessGroup | None, saved: float,
-        shared: Experts | None = None,
+        shared: Experts | None = None, precision: Precision = "bf16",
     ) -> None:  # fmt: skip
-        self.num_experts, self.experts, self.group, self.shared = num_experts, experts, group, shared
+        self.num_experts, self.experts, self.group, self.shared, self.precision = num_experts, experts, group, shared, precision
 
     def _call(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: Sequence[Tensor], changes: Changes | None) -> Tensor:
         tiles = (changes or {}).get("minibatch_tiles", Tuning().minibatch // TILE_M)
@@ -132,7 +143,8 @@ class CpuLayer:
         tuning = Tuning(minibatch=tiles * TILE_M, macrobatch=ring * tiles * TILE_M)
         shared = None if self.shared is None else row_swiglu(x_TH, *self.shared).to(x_TH.dtype)
         return mok.moe(
-            x_TH, ids_TK, weights_TK, *experts, shared=shared, num_experts=self.num_experts, group=self.group, tuning=tuning
+            x_TH, ids_TK, weights_TK, *experts, shared=shared, num_experts=self.num_experts, group=self.group, tuning=tuning,
+            precision=self.precision,
         )  # fmt: skip
 
     def forward(self, batch: Batch, keep: bool = False, changes: Changes | None = None) -> tuple[Tensor, Any]:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from mok.config import TILE_M, Tuning
 from mok.kernels.launch import Workspace
-from mok.kernels.ops import KEPT, gpu_backward, gpu_forward, make_workspace, plan_of
+from mok.kernels.ops import KEPT, gpu_backward, gpu_forward, gpu_forward_fp8, make_workspace, plan_of
 
-_workspaces: dict[tuple[str, torch.device, int, int, int], Workspace] = {}
+_workspaces: dict[tuple[str, torch.device, int, int, int, bool], Workspace] = {}
 _groups: dict[str, weakref.ref[dist.ProcessGroup]] = {}
 
 
@@ -37,10 +37,11 @@ def _meet(group: dist.ProcessGroup) -> None:
 
 
 def workspace_for(
-    group: dist.ProcessGroup | None, device: torch.device, tokens: int, hidden: int, top_k: int, num_experts: int, tuning: Tuning
-) -> Workspace:
-    """The workspace that all layers of one group, H, K and E share. Its first use is collective and fixes the tokens that it can hold:
-    `Tuning.max_tokens`, or else the most that any rank brings. A rank alone may bring more later; the ranks of a group may not.
+    group: dist.ProcessGroup | None, device: torch.device, tokens: int, hidden: int, top_k: int, num_experts: int, tuning: Tuning,
+    fp8: bool = False,
+) -> Workspace:  # fmt: skip
+    """The workspace that all layers of one group, H, K, E and format share. Its first use is collective and fixes the tokens that it can
+    hold: `Tuning.max_tokens`, or else the most that any rank brings. A rank alone may bring more later; the ranks of a group may not.
 
     Raises:
         ValueError: more tokens than the group's workspace can hold, or ranks that disagree on H, K or E.
@@ -48,7 +49,7 @@ def workspace_for(
     """
     if group is not None and not torch.compiler.is_compiling():
         _meet(group)
-    key = ("" if group is None else group.group_name, device, hidden, top_k, num_experts)
+    key = ("" if group is None else group.group_name, device, hidden, top_k, num_experts, fp8)
     found = _workspaces.get(key)
     if found is not None and tokens <= found.max_tokens:
         return found
@@ -59,7 +60,7 @@ def workspace_for(
             "torch.compile: call the layer once before it is compiled, with as many tokens: that makes the memory of its group"
         )
     most = max(tokens, tuning.max_tokens or 0)
-    made = make_workspace(group, device, most, hidden, top_k, num_experts, tuning.timeout_s, tuning.num_sms)
+    made = make_workspace(group, device, most, hidden, top_k, num_experts, tuning.timeout_s, tuning.num_sms, fp8)
     if found is None:
         found = _workspaces[key] = made
     else:  # in place: calls that wait for their backward know it by its number
@@ -139,3 +140,26 @@ def layer(
         workspace.number, num_experts, clamp, shared_clamp, saved_rows, plan_of(tuning.num_sms, tuning.minibatch, tuning.macrobatch),
     )  # fmt: skip
     return out, rest[-1]
+
+
+def layer_fp8(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: tuple[Tensor, Tensor, Tensor],
+    shared: tuple[Tensor, Tensor, Tensor] | None,
+    shared_scale: Tensor | None,
+    term: Tensor | None,
+    num_experts: int,
+    clamp: float | None,
+    shared_clamp: float | None,
+    group: dist.ProcessGroup | None,
+    tuning: Tuning,
+) -> tuple[Tensor, Tensor]:
+    """`layer` with the routed experts, which are given in bf16, in blockwise FP8. No gradient."""
+    tokens, top_k = ids.shape
+    workspace = workspace_for(group, x.device, tokens, x.shape[1], top_k, num_experts, tuning, fp8=True)
+    return gpu_forward_fp8(
+        x, ids, weights, *experts, *(shared or (None, None, None)), shared_scale, term, workspace.number, num_experts, clamp, shared_clamp,
+        plan_of(tuning.num_sms, tuning.minibatch, tuning.macrobatch),
+    )  # fmt: skip

@@ -80,3 +80,22 @@ def pull_rows(
         if i >= AHEAD:
             store_part(slots[(i - AHEAD) // WIDE], ahead[0], (i - AHEAD) % WIDE * BLOCK_H, H, BLOCK_H)
             ahead = ahead[1:]
+
+
+@triton.jit
+def pull_scales(
+    scale_ptr, scale_ptrs, ring_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row,
+    BLOCKS: tl.constexpr, K: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """ring[ring_row + i] = the codes (bytes) of the scales of row + i's token, for i < ROWS; 0 where a row is padding."""
+    WIDE: tl.constexpr = triton.next_power_of_2(BLOCKS)
+    lanes = tl.arange(0, ROWS)
+    source = tl.load(peer_rank_ptr + row + lanes)
+    offset = (tl.load(peer_token_idx_ptr + row + lanes) // K).to(tl.int64) * BLOCKS
+    if R == 1:
+        tokens = scale_ptr + offset
+    else:
+        tokens = peer_address(scale_ptrs, tl.maximum(source, 0), tl.uint8) + offset
+    blocks = tl.arange(0, WIDE)[None, :]
+    codes = tl.load(tokens[:, None] + blocks, mask=(source >= 0)[:, None] & (blocks < BLOCKS), other=0)
+    tl.store(ring_ptr + (ring_row + lanes).to(tl.int64)[:, None] * BLOCKS + blocks, codes, mask=blocks < BLOCKS)

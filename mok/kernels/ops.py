@@ -24,10 +24,11 @@ import triton.language as tl
 from torch import Tensor
 
 from mok.config import TILE_M
-from mok.kernels import launch, launch_backward, memory
+from mok.kernels import launch, launch_backward, launch_fp8, memory
 from mok.kernels.forward import forward_kernel
 from mok.kernels.launch import ForwardPlan, Saved, Workspace
 from mok.kernels.launch_backward import BackwardPlan, Needs
+from mok.kernels.launch_fp8 import QuantizedExperts
 from mok.kernels.schedule import DeviceSchedule, max_tiles, schedule_sizes
 from mok.kernels.signals import peer_address
 from mok.schedule import local_experts
@@ -42,9 +43,10 @@ _numbers: dict[int, weakref.ref[Workspace]] = {}
 
 def make_workspace(
     group: dist.ProcessGroup | None, device: torch.device, tokens: int, hidden: int, top_k: int, num_experts: int, timeout_s: float,
-    num_sms: int,
+    num_sms: int, fp8: bool = False,
 ) -> Workspace:  # fmt: skip
     """Memory for forward and backward of at most `tokens` tokens of any rank (ranks may differ) and up to num_experts experts; collective.
+    fp8: for a forward with experts in blockwise FP8.
 
     Raises:
         ValueError: ranks that disagree on H, K or E; the same on every rank.
@@ -60,7 +62,10 @@ def make_workspace(
                 listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
                 raise ValueError(f"{name} must be equal on all ranks of the group ({listed})")
     most = max(shape[0] for shape in everyone)
-    layout = memory.backward_regions(most, hidden, num_experts, top_k, len(everyone))
+    if fp8:
+        layout = [*memory.regions(most, hidden, num_experts, top_k, len(everyone)), *memory.quantized_regions(most, hidden)]
+    else:
+        layout = memory.backward_regions(most, hidden, num_experts, top_k, len(everyone))
     with _on(device):
         view = memory.virtual_memory(layout, 1, device)[0] if alone else memory.symmetric_memory(layout, group, device)
         workspace = Workspace(view, most, hidden, top_k, device, timeout_s, num_sms)
@@ -227,6 +232,45 @@ def _(x, ids, weights, gate, up, down, shared_gate, shared_up, shared_down, shar
         kept = [(saved_rows, gate.shape[1])] * 2 + [(x.shape[0], shared_width)] * 2 + [(0,) if shared_scale is None else x.shape]
     made = [] if schedule else fake_schedule(workspace_of(workspace), ids, num_experts)
     return [x.new_empty(x.shape), *(x.new_empty(shape) for shape in kept), *made]
+
+
+@torch.library.custom_op("mok::gpu_forward_fp8", mutates_args=())
+def gpu_forward_fp8(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    shared_gate: Tensor | None,
+    shared_up: Tensor | None,
+    shared_down: Tensor | None,
+    shared_scale: Tensor | None,
+    term: Tensor | None,
+    workspace: int,
+    num_experts: int,
+    clamp: float | None,
+    shared_clamp: float | None,
+    plan: list[int],
+) -> tuple[Tensor, Tensor]:
+    """out [T, H] and the group's routes, int64 [E], with the routed experts (given in bf16) in blockwise FP8. It has no backward."""
+    inner, x = workspace_of(workspace), _aligned(x)
+    *fields, routes = make_schedule(inner, ids, num_experts)
+    term = None if term is None else term.contiguous()
+    num_sms, most_tiles, ring_tiles = plan
+    cut = ForwardPlan(num_sms=num_sms, minibatch_tiles=min(ForwardPlan.minibatch_tiles, most_tiles), ring_tiles=ring_tiles)
+    with _turn(inner):
+        out, _ = launch_fp8.forward(
+            inner, DeviceSchedule(*fields), ids, weights, x, QuantizedExperts.of(gate, up, down), num_experts,
+            shared=_three(shared_gate, shared_up, shared_down), clamp=clamp, shared_clamp=shared_clamp, shared_scale_T=shared_scale,
+            plan=cut, term_TH=term,
+        )  # fmt: skip
+    return out, routes
+
+
+@gpu_forward_fp8.register_fake
+def _(x, ids, weights, gate, up, down, shared_gate, shared_up, shared_down, shared_scale, term, workspace, num_experts, *rest):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape), ids.new_empty(num_experts, dtype=torch.int64)
 
 
 @torch.library.custom_op("mok::gpu_shared_gate_up", mutates_args=())

@@ -10,6 +10,8 @@ Legend: M rows, N columns, E experts, B blocks along a row.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -46,6 +48,35 @@ def scale_code(amax_bits):
     exponent = amax_bits >> 23
     code = exponent - 8 + tl.where((amax_bits & 0x7FFFFF) > 0x600000, 1, 0)
     return tl.where(exponent == 255, 255, tl.maximum(code, 0))
+
+
+@triton.jit
+def e4m3_to_fp32(value):
+    """E4M3 -> fp32. Example: 0x2A -> 0.3125; 0x01 -> 2^-9."""
+    if INTERPRETING:
+        bits = value.to(tl.uint8, bitcast=True).to(tl.uint32)
+        magnitude = bits & 0x7F
+        scaled = (magnitude << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120, between the formats' biases
+        result = tl.where(magnitude == 0x7F, float("nan"), tl.where(bits >= 0x80, -scaled, scaled))
+    else:
+        result = value.to(tl.float32)
+    return result
+
+
+@triton.jit
+def scale_of(code):
+    """E8M0 codes -> fp32 powers of two: 127 -> 1, 0 -> 2^-127, 255 -> NaN."""
+    bits = code.to(tl.int32) << 23
+    return tl.where(code == 255, 0x7FC00000, tl.where(code == 0, 0x400000, bits)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e4m3_rows(x):
+    """fp32 rows [M, N], each of them one block -> E4M3 values like x, codes (int32) [M]. See `quantize_tile`."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    code = scale_code(tl.max(bits, 1))
+    inverse = tl.where(code == 255, 0x7FC00000, (254 - code) << 23).to(tl.float32, bitcast=True)
+    return e4m3(x * inverse[:, None]).to(tl.float8e4nv, bitcast=True), code
 
 
 @triton.jit
@@ -108,15 +139,19 @@ def quantize(x: Tensor, block: Block, tcgen05: bool = False) -> Quantized:
     """
     if tcgen05 and block != MX_ROW:
         raise ValueError(f"block={block}: must be {MX_ROW} for scales in the layout of tcgen05")
+    tiles = math.prod(x.shape[:-2]) * triton.cdiv(x.shape[-2], TILE)
+    shape = (tiles, triton.cdiv(x.shape[-1], TILE), 32, 16) if tcgen05 else scale_shape(x.shape, block)
+    values = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    return quantize_into(x, block, values, torch.empty(shape, dtype=torch.uint8, device=x.device), tcgen05)
+
+
+def quantize_into(x: Tensor, block: Block, values: Tensor, scale: Tensor, tcgen05: bool = False) -> Quantized:
+    """The same into given memory, uint8 and contiguous."""
     x_EMN = x.detach()[None] if x.dim() == 2 else x.detach().flatten(0, -3)
     experts, rows, columns = x_EMN.shape
-    down, across = triton.cdiv(rows, TILE), triton.cdiv(columns, TILE)
-    values = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    shape = (experts * down, across, 32, 16) if tcgen05 else scale_shape(x.shape, block)
-    scale = torch.empty(shape, dtype=torch.uint8, device=x.device)
     between = x_EMN.stride(0) if experts > 1 else 0  # which the number of tokens would move beyond 32 bits
     if values.numel():
-        quantize_kernel[(experts * down * across,)](
+        quantize_kernel[(experts * triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE),)](
             x_EMN, values, scale, rows, columns, between, *x_EMN.stride()[1:],
             ROWS=block[0], COLUMNS=block[1], TCGEN05=tcgen05, ALIGNED=x_EMN.stride(1) == 1 and rows % 16 == 0, TILE=TILE, num_warps=8,
         )  # fmt: skip

@@ -9,6 +9,7 @@ from layers import Batch
 from torch import Tensor
 
 from mok import schedule as host_schedule
+from mok.fabric import Region
 from mok.kernels import launch, memory
 from mok.kernels.launch import ForwardPlan, Workspace
 
@@ -26,6 +27,8 @@ def poison_workspace(workspace: Workspace) -> None:
     for buffer in (*workspace.memory.own.values(), *workspace.scratch.values()):
         if buffer.is_floating_point():
             buffer.fill_(float("nan"))
+        elif buffer.dtype == torch.uint8:  # E4M3 and E8M0
+            buffer.fill_(0xFF)
 
 
 def deal(tokens: int, ranks: int) -> list[int]:
@@ -91,7 +94,7 @@ class Group:
         self.plan = ForwardPlan(**{**vars(plan or ForwardPlan()), "num_sms": (plan.num_sms if plan and plan.num_sms else sms)})
         self.parts = [slice(a, b) for a, b in itertools.pairwise(deal(problem.x_TH.shape[0], ranks))]
         most = max(p.stop - p.start for p in self.parts)
-        layout = memory.regions(most, problem.hidden, problem.experts, problem.top_k, ranks)
+        layout = self.regions(most)
         self.workspaces = [
             Workspace(view, most, problem.hidden, problem.top_k, DEVICE, timeout_s) for view in memory.virtual_memory(layout, ranks, DEVICE)
         ]
@@ -100,6 +103,9 @@ class Group:
             (problem.x_TH[p].contiguous(), problem.ids_TK[p].contiguous(), problem.weights_TK[p].contiguous()) for p in self.parts
         ]
         self.warm()
+
+    def regions(self, most: int) -> list[Region]:
+        return memory.regions(most, self.problem.hidden, self.problem.experts, self.problem.top_k, self.ranks)
 
     def one_rank(self, rank: int, save: bool = False, saved_rows: int = 0, before=None):
         p, workspace = self.problem, self.workspaces[rank]
