@@ -85,8 +85,9 @@ class GpuLayer:
         if precision != "bf16":
             layout += memory.quantized_regions(tokens, hidden)
             self.quantized = QuantizedExperts.of(*experts)
-        view = memory.virtual_memory(layout, size, device)[0] if group is None else memory.symmetric_memory(layout, group, device)
-        self.workspace = Workspace(view, tokens, hidden, top_k, device, timeout_s=60.0, warming=compile_for > 1)
+        # All of the views: their owner keeps the peers' memory.
+        self.views = [memory.symmetric_memory(layout, group, device)] if group else memory.virtual_memory(layout, size, device)
+        self.workspace = Workspace(self.views[0], tokens, hidden, top_k, device, timeout_s=60.0, warming=compile_for > 1)
         self.num_experts, self.experts, self.shared = num_experts, experts, shared
         self.saved_rows = rows_to_save(tokens, top_k, experts[0].shape[0], saved)
 
