@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mok.kernels.experts import dot, rounded, rounded_pairs, sigmoid
+from mok.kernels.experts import dot, rounded, rounded_pairs, sigmoid, widened_pairs
 from mok.kernels.signals import INTERPRETING, peer_address
 from mok.kernels.trace import COMPUTED, note
 
@@ -93,24 +93,23 @@ def hidden_gradient(d_hidden, gate, up, weight, limit, CLAMP: tl.constexpr):
         gate = tl.where(clipped, limit, gate)  # NaN stays NaN
     s = sigmoid(gate)
     silu = gate * s
+    outside = (up > limit) | (up < -limit)
+    if CLAMP:
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    h = widened_pairs(rounded_pairs(silu * up))
+    d_weight = tl.sum(d_hidden * h, axis=1)
+    weighted_h = rounded_pairs(h * weight[:, None])
+    d_hidden = d_hidden * weight[:, None]
     slope = s * (1 + gate * (1 - s))
     if CLAMP:
         slope = tl.where(clipped, 0.0, slope)
-    clipped = (up > limit) | (up < -limit)
-    if CLAMP:
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    h = rounded(silu * up).to(tl.float32)
-    if CLAMP:
-        silu = tl.where(clipped, 0.0, silu)
-    d_weight = tl.sum(d_hidden * h, axis=1)
-    weighted_h = rounded(h * weight[:, None])
-    d_hidden = d_hidden * weight[:, None]
+        silu = tl.where(outside, 0.0, silu)
     d_up = d_hidden * silu
     d_gate = d_hidden * up * slope
     if CLAMP:  # a zero slope stays zero whatever it is multiplied with; and no mask is kept that long
         d_up = tl.where(silu == 0, 0.0, d_up)
         d_gate = tl.where(slope == 0, 0.0, d_gate)
-    return rounded(d_gate), rounded(d_up), weighted_h, d_weight
+    return rounded_pairs(d_gate), rounded_pairs(d_up), weighted_h, d_weight
 
 
 @triton.jit
