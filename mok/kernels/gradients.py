@@ -152,6 +152,14 @@ def store_tile(tile, ptr, rows, column, width, BLOCK_M: tl.constexpr, BLOCK_N: t
 
 
 @triton.jit
+def touch(ptr, rows, column, width):
+    """Ask for the lines of a slice of columns, so that they are in the L1 cache when they are loaded; nobody waits for them."""
+    if not INTERPRETING:
+        at = ptr + rows.to(tl.int64) * width + column
+        tl.inline_asm_elementwise("ld.global.b32 $0, [$1];", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def hidden_slices(
     d_hidden, gate_ptr, up_ptr, from_rows, d_gate_ptr, d_up_ptr, weighted_h_ptr, to_rows, num_rows, column, width, weight, limit,
     partial_ptr, partial_stride, keep,
@@ -166,6 +174,9 @@ def hidden_slices(
     for i in tl.static_range(COUNT):
         gate = load_slice(gate_ptr, from_rows, column + i * SLICE, num_rows, width, SLICE, CLIP)
         up = load_slice(up_ptr, from_rows, column + i * SLICE, num_rows, width, SLICE, CLIP)
+        if (i + 1 < COUNT) & (not CLIP):
+            touch(gate_ptr, from_rows, column + (i + 1) * SLICE, width)
+            touch(up_ptr, from_rows, column + (i + 1) * SLICE, width)
         d_gate, d_up, weighted_h, d_weight = hidden_gradient(narrow[i], gate, up, weight, limit, CLAMP)
         store_slice(weighted_h_ptr, weighted_h, to_rows, column + i * SLICE, num_rows, width, SLICE, CLIP)
         store_slice(d_up_ptr, d_up, to_rows, column + i * SLICE, num_rows, width, SLICE, CLIP)
