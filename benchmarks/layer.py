@@ -1,4 +1,4 @@
-"""The forward of whole layers on one device: python benchmarks/layer.py --forward [--shapes fine,qwen3-30b] [--out FILE] [--help].
+"""The forward of whole layers on one device: python benchmarks/layer.py --forward [--precision fp8] [--shapes fine] [--out FILE] [--help].
 
 See mok/bench/layer.py; `mok bench layer` measures the backward and memory, too.
 """

@@ -34,6 +34,7 @@ from mok.bench.layers import NAMES, Batch, Changes, Turns, layer_class, make_bat
 from mok.bench.shapes import SEVERAL_GPUS as SHAPES
 from mok.bench.shapes import TINY, Shape
 from mok.bench.timing import medians
+from mok.bench.warm import warm
 from mok.quantize import Precision, Recipe
 from mok.schedule import local_experts
 
@@ -251,6 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not ranks.launched():
         if cuda and torch.cuda.device_count() < options.ranks:
             parser.error(f"--ranks={options.ranks}: there are {torch.cuda.device_count()} GPUs")
+        warm([shapes[name] for name in (options.shapes.split(",") if options.shapes else shapes)], 0.4 * options.limit, options.ranks)
         return ranks.launch("mok.bench.ep", arguments, options.ranks, options.limit)
     rank, size, device = ranks.join(options.limit)
     if rank == 0:

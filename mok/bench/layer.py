@@ -24,11 +24,13 @@ from mok.bench.baselines import TorchLayer, dense_products
 from mok.bench.layers import NAMES, Batch, Changes, Turns, default_device, layer_class, make_batch, make_experts
 from mok.bench.shapes import TINY, Shape, choose
 from mok.bench.timing import medians
+from mok.bench.warm import warm
 from mok.config import MoEConfig
 from mok.quantize import Precision, Recipe
 
 FORWARD_LIMIT = 1e-2  # three times as much with quantized operands: where gate is off by a rounding, h may be off by one of E4M3
 INPUT_SETS = 3
+WARM_S = 150.0
 Row = dict[str, Any]
 
 
@@ -305,6 +307,7 @@ def forward_main(shapes: dict[str, Shape], arguments: Sequence[str] | None = Non
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     chosen, device, rows = _shapes(parser, options.shapes, shapes), default_device(), []
     print(report.headline(), flush=True)
+    warm(chosen.values(), WARM_S)
     for name, shape in chosen.items() if options.shared else ():
         print(shared_line(name, shape, device, options.repeats), flush=True)
         _free()
@@ -331,11 +334,17 @@ def backward_main(shapes: dict[str, Shape], arguments: Sequence[str] | None = No
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     chosen, device, rows = _shapes(parser, options.shapes, shapes), default_device(), []
     print(report.headline(), flush=True)
+    warm(chosen.values(), WARM_S)
     for name, shape in chosen.items():
         problem = OneDevice(shape, device, options.saved)
-        row, line = backward_row(name, problem, [TorchLayer(*problem.experts)], options.repeats, options.plans, options.parts)
-        print(line, flush=True)
+        baseline = TorchLayer(*problem.experts)
+        row, line = backward_row(name, problem, [baseline], options.repeats, options.plans, options.parts)
         rows.append(row)
+        if device.type == "cuda":
+            memory = memory_row(name, problem, [baseline])
+            rows.append(memory)
+            line += f"; memory {memory['gib']} GiB of at most {memory['limit_gib']}, torch {memory['baselines'][baseline.name]['gib']}"
+        print(line, flush=True)
         del problem
         _free()
     if options.out:

@@ -64,28 +64,30 @@ def plan_with(kind: Any, changes: Changes | None) -> Any:
 class GpuLayer:
     """This rank's part of a layer over a group, or, without one, a layer of this rank alone. shared: gate and up [S, H], down [H, S].
 
-    precision "fp8": weights are quantized here, once, and there is no backward.
+    precision "fp8": weights are quantized here, once, and there is no backward. compile_for: with so many ranks a layer that only compiles
+    and loads what rank 0 of such a group launches; its barriers do not wait.
     """
 
     step_for_backward = False
 
     def __init__(
         self, tokens: int, num_experts: int, top_k: int, experts: Experts, group: dist.ProcessGroup | None, saved: float,
-        shared: Experts | None = None, precision: Precision = "bf16",
+        shared: Experts | None = None, precision: Precision = "bf16", compile_for: int = 1,
     ) -> None:  # fmt: skip
         from mok.kernels import memory
         from mok.kernels.launch import Workspace
         from mok.kernels.launch_fp8 import QuantizedExperts
 
         hidden, device = experts[0].shape[2], experts[0].device
-        size = 1 if group is None else dist.get_world_size(group)
+        size = compile_for if group is None else dist.get_world_size(group)
         layout = memory.backward_regions(tokens, hidden, num_experts, top_k, size)
         self.quantized = None
         if precision != "bf16":
             layout += memory.quantized_regions(tokens, hidden)
             self.quantized = QuantizedExperts.of(*experts)
-        view = memory.virtual_memory(layout, 1, device)[0] if group is None else memory.symmetric_memory(layout, group, device)
-        self.workspace = Workspace(view, tokens, hidden, top_k, device, timeout_s=60.0)
+        # All of the views: their owner keeps the peers' memory.
+        self.views = [memory.symmetric_memory(layout, group, device)] if group else memory.virtual_memory(layout, size, device)
+        self.workspace = Workspace(self.views[0], tokens, hidden, top_k, device, timeout_s=60.0, warming=compile_for > 1)
         self.num_experts, self.experts, self.shared = num_experts, experts, shared
         self.saved_rows = rows_to_save(tokens, top_k, experts[0].shape[0], saved)
 

@@ -24,8 +24,9 @@ from mok.tune import automatic_run
 MOST_PROCESSES = 16  # each keeps a few GB of the GPU
 
 
-def warm(shapes: Collection[Shape], limit_s: float) -> None:
-    """Run and compile forward, backward and torch's layer once for each; on the CPU, and for fewer than three shapes, do nothing."""
+def warm(shapes: Collection[Shape], limit_s: float, ranks: int = 1) -> None:
+    """Run and compile forward, backward and torch's layer once for each, of a GPU alone and of rank 0 of so many; on the CPU, and for fewer
+    than three shapes, do nothing."""
     if not torch.cuda.is_available() or len(shapes) < 3:
         return
     kernels: dict[tuple[int, ...], list[Shape]] = {}  # what a shape compiles depends on T, H, I, K; E only in small kernels
@@ -39,7 +40,7 @@ def warm(shapes: Collection[Shape], limit_s: float) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "mok.bench.warm"]
     quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    children = [subprocess.Popen([*command, json.dumps(share)], env=environment, **quiet) for share in shares]  # type: ignore[call-overload]
+    children = [subprocess.Popen([*command, json.dumps([ranks, share])], env=environment, **quiet) for share in shares]  # type: ignore[call-overload]
     deadline = time.monotonic() + limit_s
     try:
         for child in children:
@@ -53,27 +54,30 @@ def warm(shapes: Collection[Shape], limit_s: float) -> None:
             child.wait()
 
 
-def compile_for(shape: Shape, device: torch.device) -> None:
-    """Launch everything once, with a few experts' weights standing for all. Small kernels that depend on E are launched for E."""
+def compile_for(shape: Shape, device: torch.device, ranks: int = 1) -> None:
+    """Launch everything once, with a few experts' weights standing for all of a rank. Small kernels that depend on E are launched for E."""
     from mok.kernels import launch
     from mok.kernels.combine import combine
 
-    few = shape._replace(E=min(shape.E, 4))
+    few = shape._replace(E=min(shape.E // ranks, 4))
     experts, batch = make_experts(few, device), make_batch(few, 0, 0, device)
-    layer = GpuLayer(shape.T, few.E, shape.K, experts, None, 1.0)
+    layer = GpuLayer(shape.T, few.E * ranks, shape.K, experts, None, 1.0, compile_for=ranks)
     layer.forward(batch)
-    layer.backward(batch, layer.forward(batch, True)[1], dict(run=automatic_run(shape.T * shape.K, shape.E)))
-    whole = GpuLayer(shape.T, shape.E, shape.K, experts, None, 1.0)
+    layer.backward(batch, layer.forward(batch, True)[1], dict(run=automatic_run(shape.T * shape.K, shape.E // ranks)))
+    whole = GpuLayer(shape.T, shape.E, shape.K, experts, None, 1.0, compile_for=ranks)
     launch.schedule(whole.workspace, batch.ids_TK, shape.E)
     combine(whole.workspace.memory.own["combine"], batch.ids_TK, batch.weights_TK, shape.E, None, None)
-    TorchLayer(*experts).step(*batch)
+    if ranks == 1:
+        TorchLayer(*experts).step(*batch)
     torch.cuda.synchronize()
 
 
 def main() -> None:
-    for sizes in json.loads(sys.argv[1]):
-        compile_for(Shape(*sizes), torch.device("cuda"))
-        torch.cuda.empty_cache()
+    ranks, shapes = json.loads(sys.argv[1])
+    for sizes in shapes:
+        for size in sorted({1, ranks}):
+            compile_for(Shape(*sizes), torch.device("cuda"), size)
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

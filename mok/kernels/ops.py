@@ -257,7 +257,8 @@ def gpu_forward_fp8(
     inner, x = workspace_of(workspace), _aligned(x)
     *fields, routes = make_schedule(inner, ids, num_experts)
     term = None if term is None else term.contiguous()
-    cut, _ = plans(inner, plan, gate.shape[1], num_experts)
+    num_sms, most_tiles, ring_tiles = plan
+    cut = ForwardPlan(num_sms=num_sms, minibatch_tiles=min(ForwardPlan.minibatch_tiles, most_tiles), ring_tiles=ring_tiles)
     with _turn(inner):
         out, _ = launch_fp8.forward(
             inner, DeviceSchedule(*fields), ids, weights, x, QuantizedExperts.of(gate, up, down), num_experts,

@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from mok import doctor, trace, tune
-from mok.bench import layers, suites
+from mok.bench import layers, suites, warm
 from mok.bench.layer import OneDevice
 from mok.bench.shapes import Shape
 
@@ -67,6 +67,11 @@ def test_a_trace_adds_up_to_the_kernels_time_and_moves_no_bit(changes):
         late = [flow for flow in flows if done[flow[0]] > ready[flow[1]] + (3_000 if line.direction == "forward" else 30_000)]
         assert not late, f"{len(late)} of {len(flows)} tasks were ready long before what they wait for was done"
     json.dumps(trace.chrome(lines))
+
+
+def test_compiling_for_two_ranks_here_leaves_an_ordinary_layer():
+    warm.compile_for(SHAPE, DEVICE, 2)
+    OneDevice(SHAPE, DEVICE).check_forward({})
 
 
 def run(tmp_path, *arguments: str) -> dict:

@@ -1,0 +1,164 @@
+"""Everything that README shows figures of: python benchmarks/all.py [--parts layer,suites,ranks,train] [--out benchmarks/results].
+
+    layer    forward, backward and memory of whole layers on one GPU              -> h200-layer.json
+    suites   minibatch, schedule, scaling, overlap on one GPU                     -> h200-minibatch.json, ...
+    ranks    rows, signals and whole layers over all GPUs, if there are several   -> h200x2-comm.json, h200x2-ep.json, h200x2-overlap.json
+    train    tokens per second beside torch's layer, and the digests of one and of all GPUs  -> h200-train.json
+
+Where there are several GPUs, `layer` and `suites` run beside each other. Names begin with the GPU's. A command that fails or does not end
+in time leaves the older file alone, and the exit code is 1; what it printed is under --out/logs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from mok.bench import report
+from mok.bench.report import ROOT
+
+LIMIT_S = 170.0
+PARTS = ("layer", "suites", "ranks", "train")
+SUITES = ("minibatch", "schedule", "scaling", "overlap")
+
+
+class Results:
+    """Where they go. `done` is false once something failed."""
+
+    def __init__(self, out: Path, commit: str) -> None:
+        self.out, self.logs, self.commit, self.done = out, out / "logs", commit, True
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.gpus = torch.cuda.device_count()
+        self.name = report.machine().lower().split()[-1]
+
+    def file(self, suite: str, gpus: int = 1) -> Path:
+        return self.out / f"{self.name}{f'x{gpus}' if gpus > 1 else ''}-{suite}.json"
+
+    def run(self, name: str, *command: str, gpu: int | None = None, limit: float = 2 * LIMIT_S) -> str:
+        """What a command printed; "" if it failed."""
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        if gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        with open(self.logs / f"{name}.log", "w+") as log:
+            try:
+                code = subprocess.run([sys.executable, *command], env=environment, stdout=log, stderr=log, timeout=limit).returncode
+            except subprocess.TimeoutExpired:
+                code = 124
+            log.seek(0)
+            text = log.read()
+        self.done &= code == 0
+        print(f"{name}: {'done' if code == 0 else f'failed ({code})'}", flush=True)
+        return text if code == 0 else ""
+
+    def measure(self, name: str, path: Path, *command: str, gpu: int | None = None) -> dict[str, Any] | None:
+        """The document that a command wrote, which is also put in its place."""
+        made = self.logs / f"{name}.json"
+        made.unlink(missing_ok=True)
+        self.run(name, *command, "--out", str(made), *(["--commit", self.commit] if self.commit else []), gpu=gpu)
+        if not made.exists():
+            return None
+        document: dict[str, Any] = json.loads(made.read_text())
+        path.write_text(json.dumps(document, indent=1) + "\n")
+        return document
+
+
+def layer(results: Results, gpu: int) -> None:
+    path = results.file("layer")
+    both = [
+        results.measure(name, results.logs / "last.json", f"benchmarks/{script}.py", *more, gpu=gpu)
+        for name, script, *more in (("forward", "layer", "--forward"), ("backward", "backward"))
+    ]
+    documents = [document for document in both if document is not None]
+    if documents:
+        path.write_text(json.dumps({**documents[0], "rows": [row for d in documents for row in d["rows"]]}, indent=1) + "\n")
+    results.run("shared", "benchmarks/layer.py", "--shared", "--shapes", "kimi-k2-slice", gpu=gpu)
+
+
+def suites(results: Results, gpu: int) -> None:
+    for suite in SUITES:
+        results.measure(suite, results.file(suite), "-m", "mok.bench.suites", suite, "--limit", f"{LIMIT_S:g}", gpu=gpu)
+
+
+def ranks(results: Results) -> None:
+    count = str(results.gpus)
+    for suite in ("comm", "ep", "overlap"):
+        results.measure(f"{suite} x{count}", results.file(suite, results.gpus), "-m", f"mok.bench.{suite}", "--ranks", count)
+
+
+def train(results: Results) -> None:
+    """Digests of a short run over one and over all GPUs, and the long one beside torch's layer."""
+    rows: list[dict[str, Any]] = []
+
+    def run(name: str, *more: str) -> str:
+        return results.run(f"train {name}", "-m", "mok", "train", "--device", "cuda", "--checkpoint-every", "0", *more)
+
+    def digest(text: str) -> str:
+        found = re.search(r"digest ([0-9a-f]{64})", text)
+        return found[1] if found else ""
+
+    def number(text: str, row: str) -> float | None:
+        found = re.search(rf"{row}\D*([\d,.]+)", text)
+        return float(found[1].replace(",", "")) if found else None
+
+    name = f"all-{os.getpid()}"
+    text = run("against torch", "--against", "torch", "--name", f"{name}-torch")
+    if text:
+        rows.append(dict(
+            suite="train", gpus=1, digest=digest(text), tokens_per_s=number(text, "in turns, mok"),
+            torch_tokens_per_s=number(text, "in turns, torch"), ratio=number(text, "mok over torch"), gib=number(text, "peak memory"),
+        ))  # fmt: skip
+    if results.gpus > 1:
+        digests = {}
+        for count in (1, results.gpus):
+            text = run(f"on {count}", "--steps", "40", "--ranks", str(count), "--name", f"{name}-{count}")
+            digests[count] = digest(text)
+            rows.append(dict(suite="train", gpus=count, steps=40, digest=digests[count], tokens_per_s=number(text, "tokens/s")))
+        if len(set(digests.values())) > 1:
+            print(f"train: other bits on other numbers of GPUs: {digests}", flush=True)
+            results.done = False
+    report.write(results.file("train"), rows, results.commit)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--commit", default="", help="the commit measured, where there is no git repository")
+    options = parser.parse_args()
+    parts = options.parts.split(",")
+    for part in parts:
+        if part not in PARTS:
+            parser.error(f"--parts={part}: must be some of {','.join(PARTS)}")
+    if not torch.cuda.is_available():
+        parser.error("needs a GPU")
+    os.chdir(ROOT)
+    results = Results(options.out.resolve(), options.commit)
+    print(f"{results.gpus} x {report.headline()}", flush=True)
+    one = [(part, of) for part, of in (("layer", layer), ("suites", suites)) if part in parts]
+    threads = [threading.Thread(target=of, args=(results, index % results.gpus)) for index, (_, of) in enumerate(one)]
+    for thread in threads:
+        thread.start()
+        if results.gpus == 1:
+            thread.join()
+    for thread in threads:
+        thread.join()
+    if "ranks" in parts and results.gpus > 1:
+        ranks(results)
+    if "train" in parts:
+        train(results)
+    return 0 if results.done else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
