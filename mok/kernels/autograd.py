@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mok.config import TILE_M, Tuning
 from mok.kernels.launch import Workspace
-from mok.kernels.ops import KEPT, gpu_backward, gpu_forward, gpu_forward_fp8, make_workspace, plan_of
+from mok.kernels.ops import KEPT, gpu_backward, gpu_forward, make_workspace, plan_of
 
 _workspaces: dict[tuple[str, torch.device, int, int, int, bool], Workspace] = {}
 _groups: dict[str, weakref.ref[dist.ProcessGroup]] = {}
@@ -123,13 +123,15 @@ def layer(
     shared_clamp: float | None,
     group: dist.ProcessGroup | None,
     tuning: Tuning,
+    fp8: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """out [T, H] and the counts int64 [E] of the group's routes. Everything bf16 but ids (int64), weights and shared_scale (fp32).
 
-    term: see `gpu_forward`. main_grads, shared_main_grads: none, or 3 fp32 tensors like the routed and the shared experts.
+    fp8: the routed experts' products in blockwise FP8. term: see `gpu_forward`.
+    main_grads, shared_main_grads: none, or 3 fp32 tensors like the routed and the shared experts.
     """
     tokens, top_k = ids.shape
-    workspace = workspace_for(group, x.device, tokens, x.shape[1], top_k, num_experts, tuning)
+    workspace = workspace_for(group, x.device, tokens, x.shape[1], top_k, num_experts, tuning, fp8)
     inputs = [x, weights, *experts, *(shared or ()), *([] if shared_scale is None else [shared_scale])]
     save = torch.is_grad_enabled() and (workspace.memory.size > 1 or any(tensor.requires_grad for tensor in inputs))
     if save and not any(tensor.requires_grad for tensor in inputs):
@@ -140,26 +142,3 @@ def layer(
         workspace.number, num_experts, clamp, shared_clamp, saved_rows, plan_of(tuning.num_sms, tuning.minibatch, tuning.macrobatch),
     )  # fmt: skip
     return out, rest[-1]
-
-
-def layer_fp8(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    experts: tuple[Tensor, Tensor, Tensor],
-    shared: tuple[Tensor, Tensor, Tensor] | None,
-    shared_scale: Tensor | None,
-    term: Tensor | None,
-    num_experts: int,
-    clamp: float | None,
-    shared_clamp: float | None,
-    group: dist.ProcessGroup | None,
-    tuning: Tuning,
-) -> tuple[Tensor, Tensor]:
-    """`layer` with the routed experts, which are given in bf16, in blockwise FP8. No gradient."""
-    tokens, top_k = ids.shape
-    workspace = workspace_for(group, x.device, tokens, x.shape[1], top_k, num_experts, tuning, fp8=True)
-    return gpu_forward_fp8(
-        x, ids, weights, *experts, *(shared or (None, None, None)), shared_scale, term, workspace.number, num_experts, clamp, shared_clamp,
-        plan_of(tuning.num_sms, tuning.minibatch, tuning.macrobatch),
-    )  # fmt: skip

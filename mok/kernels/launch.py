@@ -89,6 +89,11 @@ class Workspace:
             self.num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
 
     @property
+    def fp8(self) -> bool:
+        """Whether it is for routed experts in blockwise FP8."""
+        return "x_e4m3" in self.memory.own
+
+    @property
     def limit(self) -> int:
         return int(min(self.timeout_s * POLLS_PER_SECOND, 2**31 - 1))
 
