@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import triton
-from compile_kernels import CUOBJDUMP, local_accesses_among_products
+from compile_kernels import CUOBJDUMP, local_accesses_among_products, unfinished_stores
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -116,7 +116,7 @@ def facts_of(
         announced=len(re.findall(r"gpu\.release\.add|release\.gpu\.global\.add|acq_rel", ptx)),
         spills=len(spills), spills_between_products=sum(any(abs(s - p) < 12 for p in products) for s in spills),
         serialized=len(re.findall(r"HGMMA[^\n]*gsb0 ;[^\n]*\n(?:[^\n]*\n){0,2}[^\n]*WARPGROUP\.DEPBAR\.LE gsb0, 0x0", sass)),
-        exponentials=made.asm["ttgir"].count("ex2.approx"),
+        exponentials=made.asm["ttgir"].count("ex2.approx"), unfinished=unfinished_stores(ptx),
     )  # fmt: skip
 
 

@@ -16,10 +16,11 @@ BLOCK = 128
 CASES = {  # hidden, width, ranks, then flags
     "plain": (7168, 2048, 1, {}),
     "runs": (7168, 2048, 1, dict(RUN=4)),
+    "frozen": (7168, 2048, 2, dict(NEED_EXPERTS=False)),
     "everything": (4096, 1024, 4, dict(RECOMPUTE=True, CARRY=True, CLAMP=True)),
     "odd sizes added": (2880, 1424, 2, dict(ACCUMULATE=True, CARRY=True, RECOMPUTE=True)),
 }
-JOBS = (("plain", 90), ("runs", 90), ("everything", 90), ("odd sizes added", 90), ("everything", 100), ("everything", 103))
+JOBS = (("plain", 90), ("runs", 90), ("frozen", 90), ("everything", 90), ("odd sizes added", 90), ("everything", 100), ("everything", 103))
 
 
 def argument_type(name: str, constants: dict[str, object]) -> str:
