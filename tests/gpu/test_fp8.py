@@ -268,7 +268,7 @@ def test_waits_for_nothing(ranks):
 
 @pytest.mark.parametrize("shared", [0, 1])
 def test_the_layer_without_gradients(shared):
-    """mok.MoE and mok.moe against the CPU's; compiled it has the same bits; with gradients it says that it has no backward."""
+    """mok.MoE and mok.moe against the CPU's; compiled it has the same bits."""
     config = mok.MoEConfig(hidden_size=272, intermediate_size=144, num_experts=6, top_k=2, num_shared_experts=shared)
     torch.manual_seed(0)
     layer = mok.MoE(config, precision="fp8", dtype=torch.bfloat16)
@@ -281,7 +281,5 @@ def test_the_layer_without_gradients(shared):
         close = (out.float().cpu() - want.float()).norm(dim=1) / want.float().norm(dim=1)
         assert (close < 8e-2).float().mean() > 0.97  # a router's tie may fall the other way
         assert torch.equal(torch.compile(device, fullgraph=True)(x.cuda()), out)
-    with pytest.raises(ValueError, match="precision='fp8': has no backward on a GPU yet"):
-        device(x.cuda())
     with pytest.raises(ValueError, match="precision='mxfp8': must be 'bf16' or 'fp8' on a GPU"), torch.no_grad():
         mok.MoE(config, precision="mxfp8", dtype=torch.bfloat16, device="cuda")(x.cuda())
