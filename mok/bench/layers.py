@@ -64,8 +64,9 @@ def plan_with(kind: Any, changes: Changes | None) -> Any:
 class GpuLayer:
     """This rank's part of a layer over a group, or, without one, a layer of this rank alone. shared: gate and up [S, H], down [H, S].
 
-    precision "fp8": weights are quantized here, once, and there is no backward. compile_for: with so many ranks a layer that only compiles
-    and loads what rank 0 of such a group launches; its barriers do not wait.
+    precision "fp8": weights are quantized here, once, for the forward, and by every call of the backward.
+
+    compile_for: with so many ranks a layer that only compiles and loads what rank 0 of such a group launches; its barriers do not wait.
     """
 
     step_for_backward = False
@@ -80,11 +81,9 @@ class GpuLayer:
 
         hidden, device = experts[0].shape[2], experts[0].device
         size = compile_for if group is None else dist.get_world_size(group)
-        layout = memory.backward_regions(tokens, hidden, num_experts, top_k, size)
-        self.quantized = None
-        if precision != "bf16":
-            layout += memory.quantized_regions(tokens, hidden)
-            self.quantized = QuantizedExperts.of(*experts)
+        regions = memory.backward_regions if precision == "bf16" else memory.quantized_backward_regions
+        layout = regions(tokens, hidden, num_experts, top_k, size)
+        self.quantized = None if precision == "bf16" else QuantizedExperts.of(*experts)
         # All of the views: their owner keeps the peers' memory.
         self.views = [memory.symmetric_memory(layout, group, device)] if group else memory.virtual_memory(layout, size, device)
         self.workspace = Workspace(self.views[0], tokens, hidden, top_k, device, timeout_s=60.0, warming=compile_for > 1)
@@ -108,10 +107,11 @@ class GpuLayer:
 
     def backward(self, batch: Batch, kept: Any, changes: Changes | None = None, **options: Any) -> list[Tensor]:
         """The gradients of x, the router weights, gate, up and down, of those that are asked for. options: those of the launch."""
-        from mok.kernels import launch_backward
+        from mok.kernels import launch_backward, launch_backward_fp8
 
         schedule, saved = kept
-        result = launch_backward.backward(
+        run = launch_backward.backward if self.quantized is None else launch_backward_fp8.backward
+        result = run(
             self.workspace, schedule, saved, batch.ids_TK, batch.d_y_TH, batch.x_TH, batch.weights_TK, *self.experts, self.num_experts,
             plan=plan_with(launch_backward.BackwardPlan, changes), shared=self.shared, **options,
         )  # fmt: skip
