@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mok.kernels.experts import dot, rounded, rounded_pairs, sigmoid, widened_pairs
+from mok.kernels.experts import dot, rounded, rounded_pairs, sigmoid
 from mok.kernels.signals import INTERPRETING, peer_address
 from mok.kernels.trace import COMPUTED, note
 
@@ -93,23 +93,24 @@ def hidden_gradient(d_hidden, gate, up, weight, limit, CLAMP: tl.constexpr):
         gate = tl.where(clipped, limit, gate)  # NaN stays NaN
     s = sigmoid(gate)
     silu = gate * s
-    outside = (up > limit) | (up < -limit)
-    if CLAMP:
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    h = widened_pairs(rounded_pairs(silu * up))
-    d_weight = tl.sum(d_hidden * h, axis=1)
-    weighted_h = rounded_pairs(h * weight[:, None])
-    d_hidden = d_hidden * weight[:, None]
     slope = s * (1 + gate * (1 - s))
     if CLAMP:
         slope = tl.where(clipped, 0.0, slope)
-        silu = tl.where(outside, 0.0, silu)
+    clipped = (up > limit) | (up < -limit)
+    if CLAMP:
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    h = rounded(silu * up).to(tl.float32)
+    if CLAMP:
+        silu = tl.where(clipped, 0.0, silu)
+    d_weight = tl.sum(d_hidden * h, axis=1)
+    weighted_h = rounded(h * weight[:, None])
+    d_hidden = d_hidden * weight[:, None]
     d_up = d_hidden * silu
     d_gate = d_hidden * up * slope
     if CLAMP:  # a zero slope stays zero whatever it is multiplied with; and no mask is kept that long
         d_up = tl.where(silu == 0, 0.0, d_up)
         d_gate = tl.where(slope == 0, 0.0, d_gate)
-    return rounded_pairs(d_gate), rounded_pairs(d_up), weighted_h, d_weight
+    return rounded(d_gate), rounded(d_up), weighted_h, d_weight
 
 
 @triton.jit
@@ -152,14 +153,6 @@ def store_tile(tile, ptr, rows, column, width, BLOCK_M: tl.constexpr, BLOCK_N: t
 
 
 @triton.jit
-def touch(ptr, rows, column, width):
-    """Ask for the lines of a slice of columns, so that they are in the L1 cache when they are loaded; nobody waits for them."""
-    if not INTERPRETING:
-        at = ptr + rows.to(tl.int64) * width + column
-        tl.inline_asm_elementwise("ld.global.b32 $0, [$1];", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def hidden_slices(
     d_hidden, gate_ptr, up_ptr, from_rows, d_gate_ptr, d_up_ptr, weighted_h_ptr, to_rows, num_rows, column, width, weight, limit,
     partial_ptr, partial_stride, keep,
@@ -174,9 +167,6 @@ def hidden_slices(
     for i in tl.static_range(COUNT):
         gate = load_slice(gate_ptr, from_rows, column + i * SLICE, num_rows, width, SLICE, CLIP)
         up = load_slice(up_ptr, from_rows, column + i * SLICE, num_rows, width, SLICE, CLIP)
-        if (i + 1 < COUNT) & (not CLIP):
-            touch(gate_ptr, from_rows, column + (i + 1) * SLICE, width)
-            touch(up_ptr, from_rows, column + (i + 1) * SLICE, width)
         d_gate, d_up, weighted_h, d_weight = hidden_gradient(narrow[i], gate, up, weight, limit, CLAMP)
         store_slice(weighted_h_ptr, weighted_h, to_rows, column + i * SLICE, num_rows, width, SLICE, CLIP)
         store_slice(d_up_ptr, d_up, to_rows, column + i * SLICE, num_rows, width, SLICE, CLIP)
