@@ -29,7 +29,6 @@ from mok.kernels.gradients import (
     push_d_weights,
     store_slice,
     store_tile,
-    touch,
 )
 from mok.kernels.groups import (
     AT,
@@ -206,14 +205,11 @@ def store_quantized(left, right, ring_desc, scale_ptr, row, column, width, SLICE
 def hidden_slice(
     d_hidden, gate_ptr, up_ptr, from_rows, d_gate_ptr, d_up_ptr, weighted_h_ptr, rows, column, weight, limit, partial_ptr,
     I: tl.constexpr, CLAMP: tl.constexpr, CLIP: tl.constexpr, D_WEIGHTS: tl.constexpr, NEED_EXPERTS: tl.constexpr,
-    LAST: tl.constexpr, BLOCK_M: tl.constexpr, SLICE: tl.constexpr,
+    BLOCK_M: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """d_gate and d_up of a slice of dHid, in bf16; stored, with w h, where a weight's gradient needs them; and the slice's part of d_w."""
     gate = load_slice(gate_ptr, from_rows, column, 0x7FFFFFFF, I, SLICE, CLIP)
     up = load_slice(up_ptr, from_rows, column, 0x7FFFFFFF, I, SLICE, CLIP)
-    if not (LAST | CLIP):
-        touch(gate_ptr, from_rows, column + SLICE, I)
-        touch(up_ptr, from_rows, column + SLICE, I)
     if CLIP:  # columns of the next expert
         d_hidden = tl.where((column + tl.arange(0, SLICE) < I)[None, :], d_hidden, 0.0)
     d_gate, d_up, weighted_h, d_weight = hidden_gradient(d_hidden, gate, up, weight, limit, CLAMP)
@@ -231,7 +227,7 @@ def hidden_block(
     d_hidden, gate_ptr, up_ptr, from_rows, d_gate_ptr, d_up_ptr, weighted_h_ptr, quantized_desc, scale_ptr, rows, place, column, ring_rows,
     weight, limit, partial_ptr,
     I: tl.constexpr, CLAMP: tl.constexpr, CLIP: tl.constexpr, D_WEIGHTS: tl.constexpr, NEED_X: tl.constexpr, NEED_EXPERTS: tl.constexpr,
-    LAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What follows from one block of columns of dHid, in two slices. The codes of d_gate come first in a row, then those of d_up."""
     SLICE: tl.constexpr = BLOCK // 2
@@ -239,11 +235,11 @@ def hidden_block(
     left, right = halves(d_hidden, BLOCK_M, SLICE)
     d_gate_left, d_up_left = hidden_slice(
         left, gate_ptr, up_ptr, from_rows, d_gate_ptr, d_up_ptr, weighted_h_ptr, rows, column, weight, limit, partial_ptr,
-        I, CLAMP, CLIP, D_WEIGHTS, NEED_EXPERTS, False, BLOCK_M, SLICE,
+        I, CLAMP, CLIP, D_WEIGHTS, NEED_EXPERTS, BLOCK_M, SLICE,
     )  # fmt: skip
     d_gate_right, d_up_right = hidden_slice(
         right, gate_ptr, up_ptr, from_rows, d_gate_ptr, d_up_ptr, weighted_h_ptr, rows, column + SLICE, weight, limit,
-        partial_ptr + ring_rows, I, CLAMP, CLIP, D_WEIGHTS, NEED_EXPERTS, LAST, BLOCK_M, SLICE,
+        partial_ptr + ring_rows, I, CLAMP, CLIP, D_WEIGHTS, NEED_EXPERTS, BLOCK_M, SLICE,
     )  # fmt: skip
     if NEED_X:
         codes = scale_ptr + rows.to(tl.int64) * (2 * I_BLOCKS) + column // BLOCK
@@ -326,13 +322,13 @@ def product_task(
         partial = partial_ptr + part * 4 * ring_rows + place
         hidden_block(
             first, from_gate_ptr, from_up_ptr, from_rows, d_gate_ptr, d_up_ptr, h_ptr, store_d_gate_up_desc, ring_d_gate_up_scale_ptr,
-            rows, place, column, ring_rows, weight, limit, partial, I, CLAMP, CLIP, NEED_WEIGHTS, NEED_X, NEED_EXPERTS, False, ROWS, BLOCK,
+            rows, place, column, ring_rows, weight, limit, partial, I, CLAMP, CLIP, NEED_WEIGHTS, NEED_X, NEED_EXPERTS, ROWS, BLOCK,
         )  # fmt: skip
         if column + BLOCK < I:
             hidden_block(
                 second, from_gate_ptr, from_up_ptr, from_rows, d_gate_ptr, d_up_ptr, h_ptr, store_d_gate_up_desc, ring_d_gate_up_scale_ptr,
                 rows, place, column + BLOCK, ring_rows, weight, limit, partial + 2 * ring_rows,
-                I, CLAMP, CLIP, NEED_WEIGHTS, NEED_X, NEED_EXPERTS, True, ROWS, BLOCK,
+                I, CLAMP, CLIP, NEED_WEIGHTS, NEED_X, NEED_EXPERTS, ROWS, BLOCK,
             )  # fmt: skip
         if NEED_X:
             finish_copy_engine_stores(tile)
