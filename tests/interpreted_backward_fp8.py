@@ -28,6 +28,8 @@ from mok.kernels.backward import backward_kernel
 from mok.kernels.backward_fp8 import backward_fp8_kernel
 from mok.kernels.launch import Saved, Workspace
 from mok.kernels.launch_backward import BackwardPlan, Needs, gather
+from mok.kernels.launch_backward_fp8 import TransposedExperts
+from mok.kernels.launch_fp8 import QuantizedExperts
 from mok.ops import Inputs, run_backward
 from mok.ops import Problem as HostProblem
 from mok.quantize import E4M3_NAN, E8M0_NAN, Recipe
@@ -293,6 +295,18 @@ def case_every_step_is_scaled():
     for weight in (problem.gate_EIH, problem.up_EIH):
         weight[:, :128] *= 2.0**-3
     assert_near(run(problem, d_y, 2), expected(problem, d_y))
+
+
+def case_transposed_weights():
+    """The blocks of the forward's weights, the other way round."""
+    problem = Problem(11, 20, 272, 144, 3, 2)
+    experts = (problem.gate_EIH, problem.up_EIH, problem.down_EHI)
+    forward, backward = QuantizedExperts.of(*experts), TransposedExperts.of(*experts)
+    for plane, weight in enumerate(forward[:2]):
+        assert torch.equal(backward.gate_up.values[plane].view(torch.uint8), weight.values.mT.view(torch.uint8))
+        assert torch.equal(backward.gate_up.scale[..., 2 * plane : 2 * plane + 2], weight.scale.mT)
+    assert torch.equal(backward.down.values.view(torch.uint8), forward.down.values.mT.view(torch.uint8))
+    assert torch.equal(backward.down.scale, forward.down.scale.mT)
 
 
 if __name__ == "__main__":

@@ -335,9 +335,13 @@ def forward_main(shapes: dict[str, Shape], arguments: Sequence[str] | None = Non
     return 0
 
 
-def backward_in_bf16(problem: OneDevice) -> Callable[[], object]:
-    layer = problem.make_layer()
-    return problem.turns.of(layer.backward, problem.inputs, [layer.forward(batch, True)[1] for batch in problem.inputs])
+def others_than_fp8(problem: OneDevice) -> dict[str, Callable[[], object]]:
+    """The backward that quantizes its weights itself, and the one in bf16."""
+    calls = {}
+    for label, layer, options in (("quantizing", problem.layer, dict(quantize=True)), ("mok in bf16", problem.make_layer(), {})):
+        kept = [layer.forward(batch, True)[1] for batch in problem.inputs]
+        calls[label] = problem.turns.of(layer.backward, problem.inputs, kept, **options)
+    return calls
 
 
 def backward_main(shapes: dict[str, Shape], arguments: Sequence[str] | None = None) -> int:
@@ -347,7 +351,7 @@ def backward_main(shapes: dict[str, Shape], arguments: Sequence[str] | None = No
     parser.add_argument("--saved", type=float, default=1.0, help="share of the rows whose gate and up were saved")
     parser.add_argument(
         "--precision", choices=("bf16", "fp8"), default="bf16",
-        help="fp8: experts in blockwise FP8, beside the same layer in bf16 (on a GPU) and torch's in bf16",
+        help="fp8: experts in blockwise FP8, weights quantized beforehand; on a GPU beside the same with quantizing them, and in bf16",
     )  # fmt: skip
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     chosen, device, rows = _shapes(parser, options.shapes, shapes), default_device(), []
@@ -358,7 +362,7 @@ def backward_main(shapes: dict[str, Shape], arguments: Sequence[str] | None = No
         baseline = TorchLayer(*problem.experts)
         others = {}
         if options.precision != "bf16" and device.type == "cuda":
-            others["mok in bf16"] = backward_in_bf16(problem)
+            others = others_than_fp8(problem)
         row, line = backward_row(name, problem, [baseline], options.repeats, options.plans, options.parts, others=others)
         others.clear()
         rows.append(row)

@@ -64,7 +64,7 @@ def plan_with(kind: Any, changes: Changes | None) -> Any:
 class GpuLayer:
     """This rank's part of a layer over a group, or, without one, a layer of this rank alone. shared: gate and up [S, H], down [H, S].
 
-    precision "fp8": weights are quantized here, once, for the forward, and by every call of the backward.
+    precision "fp8": weights are quantized here, once. Calls of the backward with quantize=True quantize theirs again, as `mok.MoE` does.
 
     compile_for: with so many ranks a layer that only compiles and loads what rank 0 of such a group launches; its barriers do not wait.
     """
@@ -77,6 +77,7 @@ class GpuLayer:
     ) -> None:  # fmt: skip
         from mok.kernels import memory
         from mok.kernels.launch import Workspace
+        from mok.kernels.launch_backward_fp8 import TransposedExperts
         from mok.kernels.launch_fp8 import QuantizedExperts
 
         hidden, device = experts[0].shape[2], experts[0].device
@@ -84,6 +85,7 @@ class GpuLayer:
         regions = memory.backward_regions if precision == "bf16" else memory.quantized_backward_regions
         layout = regions(tokens, hidden, num_experts, top_k, size)
         self.quantized = None if precision == "bf16" else QuantizedExperts.of(*experts)
+        self.transposed = None if precision == "bf16" else TransposedExperts.of(*experts)
         # All of the views: their owner keeps the peers' memory.
         self.views = [memory.symmetric_memory(layout, group, device)] if group else memory.virtual_memory(layout, size, device)
         self.workspace = Workspace(self.views[0], tokens, hidden, top_k, device, timeout_s=60.0, warming=compile_for > 1)
@@ -110,7 +112,10 @@ class GpuLayer:
         from mok.kernels import launch_backward, launch_backward_fp8
 
         schedule, saved = kept
-        run = launch_backward.backward if self.quantized is None else launch_backward_fp8.backward
+        run: Callable[..., launch_backward.Gradients] = launch_backward.backward
+        if self.quantized is not None:
+            run = launch_backward_fp8.backward
+            options["transposed"] = None if options.pop("quantize", False) else self.transposed
         result = run(
             self.workspace, schedule, saved, batch.ids_TK, batch.d_y_TH, batch.x_TH, batch.weights_TK, *self.experts, self.num_experts,
             plan=plan_with(launch_backward.BackwardPlan, changes), shared=self.shared, **options,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,17 +25,28 @@ from mok.kernels.schedule import DeviceSchedule
 from mok.quantize import E4M3, FP8_ROW, FP8_SQUARE, Quantized, scale_shape
 
 
-def transposed_pair(gate_LIH: Tensor, up_LIH: Tensor) -> Quantized:
-    """Gate and up along their other dimension: values [2, L, H, I], codes [L, H / 128, 2 * I / 128], a row's of gate, then of up.
+class TransposedExperts(NamedTuple):
+    """Weights as products along their other dimension read them; a block of 128 x 128 has the same values and code as in
+    `QuantizedExperts`.
 
-    A block of 128 x 128 has the same values and code as in `QuantizedExperts`.
+    gate_up: values [2, L, H, I], gate then up, and codes [L, H / 128, 2 * I / 128], a row's of gate, then of up; d_x alone reads it.
+    down: values [L, I, H], codes [L, I / 128, H / 128].
     """
-    local, width, hidden = gate_LIH.shape
-    values = torch.empty(2, local, hidden, width, dtype=torch.uint8, device=gate_LIH.device)
-    codes = torch.empty(2, *scale_shape((local, hidden, width), FP8_SQUARE), dtype=torch.uint8, device=gate_LIH.device)
-    for plane, weight in enumerate((gate_LIH, up_LIH)):
-        quantize_into(weight.mT, FP8_SQUARE, values[plane], codes[plane])
-    return Quantized(values.view(E4M3), torch.cat((codes[0], codes[1]), -1))
+
+    gate_up: Quantized | None
+    down: Quantized
+
+    @staticmethod
+    def of(gate_LIH: Tensor, up_LIH: Tensor, down_LHI: Tensor, need_x: bool = True) -> TransposedExperts:
+        down = quantize(down_LHI.mT, FP8_SQUARE)
+        if not need_x:
+            return TransposedExperts(None, down)
+        local, width, hidden = gate_LIH.shape
+        values = torch.empty(2, local, hidden, width, dtype=torch.uint8, device=gate_LIH.device)
+        codes = torch.empty(2, *scale_shape((local, hidden, width), FP8_SQUARE), dtype=torch.uint8, device=gate_LIH.device)
+        for plane, weight in enumerate((gate_LIH, up_LIH)):
+            quantize_into(weight.mT, FP8_SQUARE, values[plane], codes[plane])
+        return TransposedExperts(Quantized(values.view(E4M3), torch.cat((codes[0], codes[1]), -1)), down)
 
 
 def publish(workspace: Workspace, d_y_TH: Tensor, x_TH: Tensor, weights_TK: Tensor) -> None:
@@ -49,8 +61,13 @@ def publish(workspace: Workspace, d_y_TH: Tensor, x_TH: Tensor, weights_TK: Tens
 def prepare(
     workspace: Workspace, rows: DeviceSchedule, saved: Saved, weights_TK: Tensor, gate_LIH: Tensor, up_LIH: Tensor, down_LHI: Tensor,
     clamp: float | None = None, needs: Needs | None = None, main_grads: Weights | None = None, plan: BackwardPlan | None = None,
+    transposed: TransposedExperts | None = None,
 ) -> Call:  # fmt: skip
-    """`launch_backward.prepare` of the routed experts alone: every argument of `backward_fp8_kernel` by name. Weights in bf16."""
+    """`launch_backward.prepare` of the routed experts alone: every argument of `backward_fp8_kernel` by name.
+
+    Weights in bf16. transposed: what was made of them before; else it is made here. Gate and up as the forward reads them are made here
+    if there may be rows of which nothing was saved, and on the device only if there are.
+    """
     needs = needs or Needs()
     plan = dataclasses.replace(plan or BackwardPlan(), block_n=2 * BLOCK, slice=BLOCK // 2)
     plan = plan.with_run(weights_TK.numel(), gate_LIH.shape[0])
@@ -82,12 +99,13 @@ def prepare(
     carry = take("carry", (3, width, hidden), fp32) if cut else weights_ring
 
     square = lambda *planes: _planes(planes, BLOCK, BLOCK)  # noqa: E731
-    down_t = quantize(down_LHI.mT, FP8_SQUARE)
-    gate_up_t = transposed_pair(gate_LIH, up_LIH) if needs.x else Quantized(down_t.values[None], down_t.scale)
+    gate_up_t, down_t = transposed or TransposedExperts.of(gate_LIH, up_LIH, down_LHI, needs.x)
+    gate_up_t = gate_up_t or Quantized(down_t.values[None], down_t.scale)
     of_gate_and_up: dict[str, object] = dict.fromkeys(("ring_x_desc", "gate_desc", "up_desc"))
     gate, up = down_t, down_t
     if recompute:
-        gate, up = (quantize(weight, FP8_SQUARE) for weight in (gate_LIH, up_LIH))
+        unsaved = dict(count=rows.num_tokens, least=saved_tiles * m + 1)
+        gate, up = (quantize(weight, FP8_SQUARE, **unsaved) for weight in (gate_LIH, up_LIH))  # type: ignore[arg-type]
         of_gate_and_up = dict(ring_x_desc=_planes((x_ring.view(E4M3),), m, BLOCK), gate_desc=square(gate.values), up_desc=square(up.values))
     gradients = results((gate_LIH, up_LIH, down_LHI), main_grads) if needs.experts else None
     accumulate = main_grads is not None
@@ -148,10 +166,10 @@ def backward(
     workspace: Workspace, rows: DeviceSchedule, saved: Saved, ids_TK: Tensor, d_y_TH: Tensor, x_TH: Tensor, weights_TK: Tensor,
     gate_LIH: Tensor, up_LIH: Tensor, down_LHI: Tensor, num_experts: int, needs: Needs | None = None, plan: BackwardPlan | None = None,
     shared: Weights | None = None, clamp: float | None = None, shared_clamp: float | None = None, shared_d_y_TH: Tensor | None = None,
-    main_grads: Weights | None = None, shared_main_grads: Weights | None = None,
+    main_grads: Weights | None = None, shared_main_grads: Weights | None = None, transposed: TransposedExperts | None = None,
 ) -> Gradients:  # fmt: skip
-    """`launch_backward.backward` with the routed experts in blockwise FP8, quantized here from bf16. The workspace's memory has
-    `memory.quantized_backward_regions`.
+    """`launch_backward.backward` with the routed experts in blockwise FP8: quantized here from bf16, or beforehand (see `prepare`). The
+    workspace's memory has `memory.quantized_backward_regions`.
 
     The shared experts, which need no peer, are computed before the ranks meet.
     """
@@ -168,7 +186,7 @@ def backward(
         backward_kernel[(programs,)](**of_shared.kernel, **options)
     call = of_shared
     if needs.x or needs.weights or needs.experts:  # always, if there are peers
-        call = prepare(workspace, rows, saved, weights_TK, gate_LIH, up_LIH, down_LHI, clamp, needs, main_grads, plan)
+        call = prepare(workspace, rows, saved, weights_TK, gate_LIH, up_LIH, down_LHI, clamp, needs, main_grads, plan, transposed)
         call.order.write(workspace.num_sms)
         workspace.barrier()
         backward_fp8_kernel[(programs,)](**call.kernel, **options)
