@@ -126,6 +126,7 @@ def run(
         for tensor in (*(call.experts or ()), *(call.shared or ()), call.shared_d_x):
             if tensor is not None:
                 tensor.share_memory_().fill_(float("nan"))
+        assert call.kernel["PARTS"] > 0, "pull tasks of no rows do not compile"
         call.order.write(2)
         calls.append(call)
     hook = None if lose is None else lose([call.kernel for call in calls])

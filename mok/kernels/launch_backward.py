@@ -308,7 +308,7 @@ def prepare(
         NEED_WEIGHTS=needs.weights, NEED_EXPERTS=needs.experts, NEED_SHARED=needs.shared and bool(shared),
         RUN=plan.run, ring=ring, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, SLICE=s, BLOCK_H=min(plan.block_h, triton.next_power_of_2(hidden)),
         THREADS=32 * plan.num_warps, SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs,
-        TRACE=plan.trace, **order.per,
+        TRACE=plan.trace, **{**order.per, "PARTS": max(tasks.parts, 1)},  # without pulls their code is compiled all the same
     )  # fmt: skip
     of_gate_and_up = dict.fromkeys(("ring_x_desc", "gate_desc", "up_desc"))
     if recompute:
