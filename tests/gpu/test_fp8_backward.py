@@ -14,28 +14,16 @@ if not torch.cuda.is_available():
 sys.path.insert(0, os.path.dirname(__file__))
 
 from virtual import DEVICE, Problem, poison_workspace
-from virtual_backward import Group, expected, make_d_y, many_rows
+from virtual_backward import Fp8Group, expected, make_d_y, many_rows
 
 import mok
-from mok.kernels import launch_backward_fp8, launch_fp8, memory
+from mok.kernels import launch
 from mok.kernels.launch import ForwardPlan
 from mok.kernels.launch_backward import BackwardPlan, Needs
-from mok.kernels.launch_fp8 import QuantizedExperts
 from mok.quantize import FP8_ROW, Recipe, dequantize, quantize
 
 RECIPE = Recipe("fp8")
 SMALL = BackwardPlan(ring_tiles=8, group_tiles=2)
-
-
-class Fp8Group(Group):
-    """Virtual ranks with the routed experts in FP8."""
-
-    regions = staticmethod(memory.quantized_backward_regions)
-    backward = staticmethod(launch_backward_fp8.backward)
-
-    @staticmethod
-    def forward(workspace, rows, ids, weights, x, gate, up, down, num_experts, **options):
-        return launch_fp8.forward(workspace, rows, ids, weights, x, QuantizedExperts.of(gate, up, down), num_experts, **options)
 
 
 def assert_near(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], limit: float = 2e-2) -> dict[str, float]:
@@ -103,7 +91,7 @@ def test_stage_by_stage(sizes):
     group = Fp8Group(problem, d_y, 1, BackwardPlan(ring_tiles=64))
     group.run()
     workspace, (x_TH, ids, weights, _), p = group.workspaces[0], group.inputs[0], problem
-    rows = launch_fp8.launch.schedule(workspace, ids, p.experts)
+    rows = launch.schedule(workspace, ids, p.experts)
     experts = (p.gate, p.up, p.down)
     _, saved = group.forward(workspace, rows, ids, weights, x_TH, *experts, p.experts, save=True, saved_rows=64 * 128)
     got = group.backward(workspace, rows, saved, ids, d_y, x_TH, weights, *experts, p.experts, plan=group.plan)

@@ -11,9 +11,10 @@ from torch import Tensor
 from virtual import DEVICE, Problem, assert_close, deal, poison, poison_workspace
 
 from mok import schedule as host_schedule
-from mok.kernels import launch, launch_backward, memory
+from mok.kernels import launch, launch_backward, launch_backward_fp8, launch_fp8, memory
 from mok.kernels.launch import ForwardPlan, Workspace
 from mok.kernels.launch_backward import BackwardPlan, Gradients, Needs
+from mok.kernels.launch_fp8 import QuantizedExperts
 from mok.quantize import UNQUANTIZED, Recipe
 
 NAMES = ("gate", "up", "down")
@@ -199,3 +200,14 @@ class Group:
         for workspace in self.workspaces:
             workspace.check()
         return self.named(results)
+
+
+class Fp8Group(Group):
+    """Virtual ranks with the routed experts in FP8."""
+
+    regions = staticmethod(memory.quantized_backward_regions)
+    backward = staticmethod(launch_backward_fp8.backward)
+
+    @staticmethod
+    def forward(workspace, rows, ids, weights, x, gate, up, down, num_experts, **options):
+        return launch_fp8.forward(workspace, rows, ids, weights, x, QuantizedExperts.of(gate, up, down), num_experts, **options)
