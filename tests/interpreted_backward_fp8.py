@@ -5,6 +5,7 @@ Run alone: TRITON_INTERPRET=1 python tests/interpreted_backward_fp8.py [case ...
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import sys
 from dataclasses import replace
@@ -20,6 +21,7 @@ from interpret import run_cases, run_concurrently
 from torch import Tensor
 
 from mok import schedule as host_schedule
+from mok import trace
 from mok.config import Tuning
 from mok.executor import row_swiglu
 from mok.fabric import virtual_ranks
@@ -297,6 +299,28 @@ def case_every_step_is_scaled():
     for weight in (problem.gate_EIH, problem.up_EIH):
         weight[:, :128] *= 2.0**-3
     assert_near(run(problem, d_y, 2), expected(problem, d_y))
+
+
+def case_trace():
+    """Every task of the list has a record, and the products' end is noted."""
+    problem = Problem(12, 10, 32, 144, 2, 2, masked=0.0)
+    plan, d_y = replace(PLAN, trace=True), make_d_y(problem)
+    (workspace,) = make_workspaces(problem, 1)
+    (rows,) = make_schedules(problem, [workspace])
+    launch_backward_fp8.publish(workspace, d_y, problem.x_TH, problem.weights_TK)
+    experts = (problem.gate_EIH, problem.up_EIH, problem.down_EHI)
+    saved, weights = nothing_saved(problem, slice(0, 10)), shared(problem.weights_TK)
+    call = launch_backward_fp8.prepare(workspace, rows, saved, weights, *experts, plan=plan)
+    share(workspace, call)
+    call.order.write(2)
+    run_concurrently(backward_fp8_kernel, 2, [call.kernel])
+    line = trace.backward_timeline(workspace, workspace.scratch["trace"], 2)
+    tiles = int(rows.num_tokens) // BLOCK
+    count = collections.Counter(line.kind)
+    assert (count["pull"], count["gate up"], count["hidden"], count["d_x"]) == (2 * tiles, 2 * tiles, tiles, tiles), count
+    assert count["d_weight"] >= 3 * problem.experts and not line.begin.isnan().any()
+    noted = {name for name, computed in zip(line.kind, line.computed.isnan().tolist(), strict=True) if not computed}
+    assert noted >= {"gate up", "hidden", "d_x"}
 
 
 def case_transposed_weights():
