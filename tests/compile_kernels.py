@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 from mok.kernels.combine import combine_kernel
 from mok.kernels.forward import forward_kernel
 from mok.kernels.forward_fp8 import forward_fp8_kernel
+from mok.kernels.forward_mxfp8 import forward_mxfp8_kernel
 from mok.kernels.launch import ForwardPlan
 from mok.kernels.schedule import count_kernel, place_kernel, rows_kernel, scan_kernel
 from mok.kernels.signals import barrier_kernel
@@ -35,6 +36,11 @@ def argument_type(name: str, constants: dict[str, object]) -> str:
     m, n, k = PLAN.block_m, PLAN.block_n, PLAN.block_k
     if name in constants:
         return "constexpr"
+    if name.endswith("_desc") and "BLOCK_N" not in constants and FP8 not in constants:  # MXFP8
+        if name.endswith("_scale_desc"):
+            return f"tensordesc<u8[{1 if name[0] in 'xh' else 2}, 1, 1, 2, 256]>"
+        shape = f"{m}, {m}" if name.startswith(("save_", "ring_")) else f"2, {m}, {m}"
+        return f"tensordesc<{'bf16' if name.startswith('save_') else 'fp8e4nv'}[{shape}]>"
     if name.endswith("_desc") and FP8 in constants:
         rows = m // 2 if "half" in name else m
         return f"tensordesc<{'bf16' if name.startswith('save_') else 'fp8e4nv'}[{rows}, {constants[FP8]}]>"
@@ -117,6 +123,8 @@ def compile_one(kernel, arch: int, constants: dict[str, object], num_warps: int 
         name=kernel.__name__, shared=made.metadata.shared, stack=int(re.search(r"STACK:(\d+)", usage)[1]),
         registers=int(re.search(r"REG:(\d+)", usage)[1]),
         tensor_core=ptx.count("wgmma.mma_async" if arch == 90 else "tcgen05.mma"),
+        unscaled=len(re.findall(r"tcgen05\.mma\.(?!\S*block_scale)", ptx)),
+        full_waits=sass.count("DEPBAR.LE gsb0, 0x0"),
         e4m3=len(re.findall(r"wgmma\.mma_async\S*\.e4m3\.e4m3", ptx)),
         local_in_loop=local_accesses_among_products(sass) if "GMMA" in sass else 0,
         copy_engine=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
@@ -142,6 +150,14 @@ def forward_fp8(arch: int, hidden=7168, width=2048, ranks=1, save=False) -> list
         THREADS=32 * PLAN.num_warps, TRACE=False,
     )  # fmt: skip
     return [compile_one(forward_fp8_kernel, arch, constants, PLAN.num_warps, PLAN.num_stages)]
+
+
+def forward_mxfp8(arch: int, hidden=7168, width=2048, ranks=1, save=False, num_stages=4) -> list[dict[str, object]]:
+    constants = dict(
+        H=hidden, I=width, K=8, R=ranks, CLAMP=save, SAVE=save, PARTS=PLAN.parts, BLOCK_M=PLAN.block_m, BLOCK_H=PLAN.block_h,
+        THREADS=32 * PLAN.num_warps, TRACE=False,
+    )  # fmt: skip
+    return [compile_one(forward_mxfp8_kernel, arch, constants, PLAN.num_warps, num_stages)]
 
 
 def schedule(arch: int) -> list[dict[str, object]]:

@@ -85,10 +85,14 @@ def pull_rows(
 @triton.jit
 def pull_scales(
     scale_ptr, scale_ptrs, ring_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row,
-    BLOCKS: tl.constexpr, K: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr, K: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, TILED: tl.constexpr = False,
 ):  # fmt: skip
-    """ring[ring_row + i] = the codes (bytes) of the scales of row + i's token, for i < ROWS; 0 where a row is padding."""
-    WIDE: tl.constexpr = triton.next_power_of_2(BLOCKS)
+    """ring[ring_row + i] = the codes (bytes) of the scales of row + i's token, for i < ROWS; 0 where a row is padding.
+
+    TILED: the ring's codes lie as `mok.quantize.to_tcgen05` has them; those that fill up a tile become 0.
+    """
+    STORED: tl.constexpr = (BLOCKS + 3) // 4 * 4 if TILED else BLOCKS
+    WIDE: tl.constexpr = triton.next_power_of_2(STORED)
     lanes = tl.arange(0, ROWS)
     source = tl.load(peer_rank_ptr + row + lanes)
     offset = (tl.load(peer_token_idx_ptr + row + lanes) // K).to(tl.int64) * BLOCKS
@@ -98,4 +102,9 @@ def pull_scales(
         tokens = peer_address(scale_ptrs, tl.maximum(source, 0), tl.uint8) + offset
     blocks = tl.arange(0, WIDE)[None, :]
     codes = tl.load(tokens[:, None] + blocks, mask=(source >= 0)[:, None] & (blocks < BLOCKS), other=0)
-    tl.store(ring_ptr + (ring_row + lanes).to(tl.int64)[:, None] * BLOCKS + blocks, codes, mask=blocks < BLOCKS)
+    rows = (ring_row + lanes)[:, None]
+    if TILED:
+        to = rows.to(tl.int64) // 128 * (128 * STORED) + rows % 32 * 16 + rows % 128 // 32 * 4 + blocks // 4 * 512 + blocks % 4
+    else:
+        to = rows.to(tl.int64) * BLOCKS + blocks
+    tl.store(ring_ptr + to, codes, mask=blocks < STORED)
