@@ -52,6 +52,8 @@ def argument_type(name: str, constants: dict[str, object]) -> str:
         return f"tensordesc<bf16[{m}, {k}]>" if "x_desc" in name or "h_desc" in name else f"tensordesc<bf16[2, {n}, {k}]>"
     if name.endswith("_ptrs") or name in INT64:
         return "*i64"
+    if name == "x_ptr" and constants.get("MXFP8"):
+        return "*u8"
     if name in BF16:
         return "*bf16"
     if name in ("weights_ptr", "shared_scale_ptr"):
@@ -135,11 +137,11 @@ def compile_one(kernel, arch: int, constants: dict[str, object], num_warps: int 
     )  # fmt: skip
 
 
-def forward(arch: int, hidden=7168, width=2048, shared=0, ranks=1, save=False) -> list[dict[str, object]]:
+def forward(arch: int, hidden=7168, width=2048, shared=0, ranks=1, save=False, mxfp8=False) -> list[dict[str, object]]:
     constants = dict(
         H=hidden, I=width, S=shared, K=8, R=ranks, CLAMP=save, SHARED_CLAMP=save, SAVE=save, PARTS=PLAN.parts,
         BLOCK_M=PLAN.block_m, BLOCK_N=PLAN.block_n, BLOCK_K=PLAN.block_k, BLOCK_H=PLAN.block_h, THREADS=32 * PLAN.num_warps,
-        TRACE=False,
+        MXFP8=mxfp8, TRACE=False,
     )  # fmt: skip
     return [compile_one(forward_kernel, arch, constants, PLAN.num_warps, PLAN.num_stages)]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mok.kernels.quantize import e4m3_to_fp32, scale_of
 from mok.kernels.signals import peer_address
 
 GROUP = tl.constexpr(16)  # rows of a part
@@ -21,7 +22,7 @@ def find_tokens(x_ptr, x_ptrs, source, slot, H: tl.constexpr, K: tl.constexpr, R
     if R == 1:
         tokens = x_ptr + offset
     else:
-        tokens = peer_address(x_ptrs, tl.maximum(source, 0), tl.bfloat16) + offset
+        tokens = peer_address(x_ptrs, tl.maximum(source, 0), x_ptr.dtype.element_ty) + offset
     return tokens
 
 
@@ -32,7 +33,7 @@ def load_part(tokens, live, start, H: tl.constexpr, BLOCK_H: tl.constexpr):
     mask = live[:, None]
     if H % BLOCK_H != 0:
         mask = mask & (columns < H)[None, :]
-    return tl.load(tokens[:, None] + columns[None, :], mask=mask, other=0.0)
+    return tl.load(tokens[:, None] + columns[None, :], mask=mask, other=0)
 
 
 @triton.jit
@@ -108,3 +109,45 @@ def pull_scales(
     else:
         to = rows.to(tl.int64) * BLOCKS + blocks
     tl.store(ring_ptr + to, codes, mask=blocks < STORED)
+
+
+@triton.jit
+def widened_part(values, codes, HIGH: tl.constexpr, BLOCK_H: tl.constexpr):
+    """E4M3 bits [HIGH, BLOCK_H] with codes [HIGH, BLOCK_H / 32] -> bf16, exactly."""
+    blocks = tl.reshape(e4m3_to_fp32(values.to(tl.float8e4nv, bitcast=True)), (HIGH, BLOCK_H // 32, 32))
+    return tl.reshape(blocks * tl.expand_dims(scale_of(codes), 2), (HIGH, BLOCK_H)).to(tl.bfloat16)
+
+
+@triton.jit
+def pull_widened(
+    x_ptr, x_ptrs, scale_ptr, scale_ptrs, ring_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row,
+    H: tl.constexpr, K: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """`pull_rows` of MXFP8, E4M3 bytes and codes, into a ring of bf16."""
+    BLOCKS: tl.constexpr = (H + 31) // 32
+    WIDE: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    HIGH: tl.constexpr = min(GROUP, ROWS)
+    PARTS: tl.constexpr = ROWS // HIGH * WIDE
+    lanes = tl.arange(0, HIGH)
+    tokens = ()
+    scales = ()
+    slots = ()
+    live = ()
+    for group in tl.static_range(ROWS // HIGH):
+        source = tl.load(peer_rank_ptr + row + group * HIGH + lanes)
+        slot = tl.load(peer_token_idx_ptr + row + group * HIGH + lanes)
+        tokens = tokens + (find_tokens(x_ptr, x_ptrs, source, slot, H, K, R),)
+        scales = scales + (find_tokens(scale_ptr, scale_ptrs, source, slot, BLOCKS, K, R),)
+        slots = slots + (ring_ptr + (ring_row + group * HIGH + lanes).to(tl.int64) * H,)
+        live = live + (source >= 0,)
+    ahead = ()
+    codes = ()
+    for i in tl.static_range(PARTS + AHEAD):
+        if i < PARTS:
+            ahead = ahead + (load_part(tokens[i // WIDE], live[i // WIDE], i % WIDE * BLOCK_H, H, BLOCK_H),)
+            codes = codes + (load_part(scales[i // WIDE], live[i // WIDE], i % WIDE * (BLOCK_H // 32), BLOCKS, BLOCK_H // 32),)
+        if i >= AHEAD:
+            part = widened_part(ahead[0], codes[0], HIGH, BLOCK_H)
+            store_part(slots[(i - AHEAD) // WIDE], part, (i - AHEAD) % WIDE * BLOCK_H, H, BLOCK_H)
+            ahead = ahead[1:]
+            codes = codes[1:]
