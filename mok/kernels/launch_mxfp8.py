@@ -145,7 +145,7 @@ def kernel_arguments(
     workspace: Workspace, rows: DeviceSchedule, experts: MxExperts, clamp: float | None, saved_rows: int, save: bool, plan: ForwardPlan
 ) -> tuple[dict[str, object], Saved | None]:
     """Every argument of the kernel by name."""
-    gate, up, down = experts
+    gate, up, down = (Quantized(values, scale if scale.numel() else scale.new_zeros(2, 1, 32, 16)) for values, scale in experts)
     arguments, saved = launch_fp8.common_arguments(
         workspace, rows, gate.values.shape[1], code_tiles, clamp, saved_rows, save, plan
     )  # fmt: skip
