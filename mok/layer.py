@@ -174,8 +174,6 @@ def _routed_gpu(
     x, width = inputs.x, inputs.gate.shape[1]
     if x.dtype != torch.bfloat16:
         raise TypeError(f"x has dtype {x.dtype}: must be torch.bfloat16 on a GPU")
-    if recipe.precision == "mxfp8":
-        raise ValueError("precision='mxfp8': must be 'bf16' or 'fp8' on a GPU")
     for name, size in (("hidden_size", x.shape[1]), ("intermediate_size", width)):
         if size % 16:
             raise ValueError(f"{name}={size}: must be a multiple of 16 on a GPU")
@@ -195,11 +193,13 @@ def _routed_gpu(
         raise ValueError("main_grad: on a GPU, must be torch.float32 and contiguous")
     experts = (inputs.gate.contiguous(), inputs.up.contiguous(), inputs.down.contiguous())
     arguments = (x.contiguous(), inputs.ids.to(torch.int64).contiguous(), inputs.weights.contiguous(), experts)
-    if recipe.precision == "fp8":
+    if recipe.quantized:
         everything = (x, inputs.weights, *experts, *(matrices or ()), scale, shared)
         if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in everything):
-            raise ValueError("precision='fp8': has no backward on a GPU yet; call it under torch.no_grad()")
-        return autograd.layer_fp8(*arguments, matrices, scale, shared, num_experts, clamp, shared_clamp, group.process_group, tuning)
+            raise ValueError(f"precision={recipe.precision!r}: has no backward on a GPU yet; call it under torch.no_grad()")
+        return autograd.layer_quantized(
+            *arguments, matrices, scale, shared, num_experts, clamp, shared_clamp, group.process_group, tuning, recipe.precision
+        )
     return autograd.layer(
         *arguments, matrices, scale, shared, mains, shared_mains, num_experts, clamp, shared_clamp, group.process_group, tuning
     )
@@ -235,7 +235,7 @@ def moe(
         shared: [..., H] added first, in fp32; the shared experts' output.
         clamp: L of silu(min(gate, L)) * clamp(up, -L, L); None for none.
         precision: "bf16" multiplies in the dtype of x, whichever that is; "mxfp8" and "fp8" quantize operands as `mok.quantize.Recipe` says
-            (on the CPU; "fp8" without gradients on a GPU, too). quantized_weight_gradients: those of weight gradients too.
+            (on a GPU without gradients only). quantized_weight_gradients: those of weight gradients too.
         num_experts: E; needed when the group has more than one rank.
         group: a torch.distributed group or mesh of one dimension, a virtual rank (`mok.fabric.virtual_ranks`), or None for this rank alone.
         tuning: knobs; none moves a bit.

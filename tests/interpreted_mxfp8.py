@@ -29,7 +29,7 @@ from mok.kernels import quantize as kernels
 from mok.kernels.combine import combine
 from mok.kernels.forward import forward_kernel
 from mok.kernels.forward_mxfp8 import forward_mxfp8_kernel
-from mok.kernels.launch import ForwardPlan, Workspace
+from mok.kernels.launch import Workspace
 from mok.kernels.launch_mxfp8 import MxExperts, WideExperts
 from mok.quantize import MX_ROW, Quantized, Recipe, dequantize, from_tcgen05, to_tcgen05
 
@@ -220,7 +220,7 @@ def case_special_values():
 
 
 def case_every_block_is_scaled():
-    """Scales far apart: a row's blocks of 32 by 2^(10 b), the weights' blocks by their inverse. Without either scale nothing would be left."""
+    """Scales far apart: a row's blocks by powers of two, the weights' blocks by their inverse. Without either nothing would be near."""
     problem = Problem(7, 24, 192, 272, 2, 2, masked=0.0)
     factors = torch.tensor([2.0**-20, 1.0, 2.0**20, 2.0**10, 2.0**-10, 2.0**5]).repeat_interleave(32)
     problem.x_TH *= factors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -24,13 +25,14 @@ def test_agrees_with_the_cpu_layer(name):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on Linux")
-def test_fp8_agrees_with_the_cpu_layer():
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
+def test_quantized_experts_agree_with_the_cpu_layer(precision):
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, __file__, "fp8"], env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, __file__, precision], env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def compare_fp8() -> None:
+def compare_quantized(precision: str) -> None:
     """With and without shared experts and a term, in sizes that are no multiple of a block; compiled whole it has the same bits."""
     import torch
 
@@ -47,29 +49,27 @@ def compare_fp8() -> None:
     ids[3, 0] = -1
     routed = (bf16(experts, width, hidden), bf16(experts, width, hidden), bf16(experts, hidden, width))
     shared, scale, term = (bf16(32, hidden), bf16(32, hidden), bf16(hidden, 32)), torch.rand(tokens, generator=g), bf16(tokens, hidden)
-    tuning = mok.Tuning(num_sms=2, minibatch=128, macrobatch=512)
+    tuning, layer = mok.Tuning(num_sms=2, minibatch=128, macrobatch=512), functools.partial(autograd.layer_quantized, precision=precision)
     for matrices, of_shared, first in ((None, None, None), (shared, scale, None), (None, None, term)):
         arguments = (x, ids, weights, routed, matrices, of_shared, first, experts, 0.5, None, None, tuning)
-        out, counts = autograd.layer_fp8(*arguments)
+        out, counts = layer(*arguments)
         want = first
         if matrices:
             want = executor.row_swiglu(x, *shared, None) * scale[:, None]
-        want = mok.moe(x, ids, weights, *routed, shared=want, clamp=0.5, precision="fp8")
+        want = mok.moe(x, ids, weights, *routed, shared=want, clamp=0.5, precision=precision)
         assert counts.tolist() == torch.bincount(ids[ids >= 0], minlength=experts).tolist()
         error = float((out.float() - want.float()).norm() / want.float().norm())
         assert error < 2**-8, error
-        compiled = torch.compile(autograd.layer_fp8, fullgraph=True, backend="aot_eager")(*arguments)
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(*arguments)
         assert torch.equal(compiled[0], out) and torch.equal(compiled[1], counts)
 
     group, inputs = _Group.of(None), Inputs(x.requires_grad_(), ids, weights, *routed)
     rest = (None, (None, None, None), experts, None)
-    with pytest.raises(ValueError, match="precision='fp8': has no backward on a GPU yet"):
-        _routed_gpu(inputs, *rest, mok.quantize.Recipe("fp8"), group, tuning)
-    with pytest.raises(ValueError, match="precision='mxfp8': must be 'bf16' or 'fp8' on a GPU"):
-        _routed_gpu(inputs, *rest, mok.quantize.Recipe("mxfp8"), group, tuning)
+    with pytest.raises(ValueError, match=f"precision='{precision}': has no backward on a GPU yet"):
+        _routed_gpu(inputs, *rest, mok.quantize.Recipe(precision), group, tuning)
     with torch.no_grad():
-        out, _ = _routed_gpu(inputs, *rest, mok.quantize.Recipe("fp8"), group, tuning)
-        assert torch.equal(out, autograd.layer_fp8(x, ids, weights, routed, None, None, None, experts, None, None, None, tuning)[0])
+        out, _ = _routed_gpu(inputs, *rest, mok.quantize.Recipe(precision), group, tuning)
+        assert torch.equal(out, layer(x, ids, weights, routed, None, None, None, experts, None, None, None, tuning)[0])
 
 
 def compare(name: str) -> None:
@@ -146,4 +146,4 @@ def compare(name: str) -> None:
 
 
 if __name__ == "__main__":
-    compare_fp8() if sys.argv[1] == "fp8" else compare(sys.argv[1])
+    compare(sys.argv[1]) if sys.argv[1] in CASES else compare_quantized(sys.argv[1])

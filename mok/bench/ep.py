@@ -22,7 +22,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -232,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2, help="processes, one GPU each; a launcher's number wins")
     parser.add_argument("--shapes", default="", help=f"some of {','.join(shapes)}; all by default")
     parser.add_argument("--directions", default="fwd,bwd")
-    parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16", help="fp8: needs --directions fwd")
+    parser.add_argument("--precision", choices=get_args(Precision), default="bf16", help="but bf16: needs --directions fwd")
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--saved", type=float, default=1.25, help="rows whose gate and up are saved, as a multiple of a balanced load")
     parser.add_argument("--padding", type=float, default=1.25, help="capacity of the padded baseline, likewise")

@@ -19,7 +19,7 @@ from mok.bench.checks import Experts
 from mok.bench.shapes import Shape
 from mok.config import TILE_M, Tuning
 from mok.executor import row_swiglu
-from mok.quantize import Precision
+from mok.quantize import Precision, Recipe
 
 Changes = dict[str, Any]  # fields of ForwardPlan and BackwardPlan; either takes those that it has
 NAMES = ("d_x", "d_weights", "d_gate", "d_up", "d_down")
@@ -64,8 +64,8 @@ def plan_with(kind: Any, changes: Changes | None) -> Any:
 class GpuLayer:
     """This rank's part of a layer over a group, or, without one, a layer of this rank alone. shared: gate and up [S, H], down [H, S].
 
-    precision "fp8": weights are quantized here, once, and there is no backward. compile_for: with so many ranks a layer that only compiles
-    and loads what rank 0 of such a group launches; its barriers do not wait.
+    precision: but in "bf16", weights are quantized here, once, and there is no backward. compile_for: with so many ranks a layer that only
+    compiles and loads what rank 0 of such a group launches; its barriers do not wait.
     """
 
     step_for_backward = False
@@ -77,14 +77,15 @@ class GpuLayer:
         from mok.kernels import memory
         from mok.kernels.launch import Workspace
         from mok.kernels.launch_fp8 import QuantizedExperts
+        from mok.kernels.launch_mxfp8 import experts_for
 
         hidden, device = experts[0].shape[2], experts[0].device
         size = compile_for if group is None else dist.get_world_size(group)
         layout = memory.backward_regions(tokens, hidden, num_experts, top_k, size)
-        self.quantized = None
+        self.quantized: Any = None
         if precision != "bf16":
-            layout += memory.quantized_regions(tokens, hidden)
-            self.quantized = QuantizedExperts.of(*experts)
+            layout += memory.quantized_regions(tokens, hidden, Recipe(precision).row)
+            self.quantized = QuantizedExperts.of(*experts) if precision == "fp8" else experts_for(device, *experts)
         # All of the views: their owner keeps the peers' memory.
         self.views = [memory.symmetric_memory(layout, group, device)] if group else memory.virtual_memory(layout, size, device)
         self.workspace = Workspace(self.views[0], tokens, hidden, top_k, device, timeout_s=60.0, warming=compile_for > 1)
@@ -93,7 +94,7 @@ class GpuLayer:
 
     def forward(self, batch: Batch, keep: bool = False, changes: Changes | None = None) -> tuple[Tensor, Any]:
         """The output, and with `keep` what `backward` needs."""
-        from mok.kernels import launch, launch_fp8
+        from mok.kernels import launch, launch_fp8, launch_mxfp8
 
         schedule = launch.schedule(self.workspace, batch.ids_TK, self.num_experts)
         options: Changes = dict(
@@ -103,8 +104,15 @@ class GpuLayer:
         if self.quantized is None:
             out, saved = launch.forward(*call, *self.experts, self.num_experts, **options)
         else:
-            out, saved = launch_fp8.forward(*call, self.quantized, self.num_experts, **options)
+            form = launch_fp8 if isinstance(self.quantized, launch_fp8.QuantizedExperts) else launch_mxfp8
+            out, saved = form.forward(*call, self.quantized, self.num_experts, **options)
         return out, (schedule, saved)
+
+    @property
+    def kernel(self) -> str:
+        """The forward's name."""
+        kernels = {"QuantizedExperts": "forward_fp8_kernel", "MxExperts": "forward_mxfp8_kernel"}
+        return kernels.get(type(self.quantized).__name__, "forward_kernel")
 
     def backward(self, batch: Batch, kept: Any, changes: Changes | None = None, **options: Any) -> list[Tensor]:
         """The gradients of x, the router weights, gate, up and down, of those that are asked for. options: those of the launch."""

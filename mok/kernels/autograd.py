@@ -17,9 +17,10 @@ from torch import Tensor
 
 from mok.config import TILE_M, Tuning
 from mok.kernels.launch import Workspace
-from mok.kernels.ops import KEPT, gpu_backward, gpu_forward, gpu_forward_fp8, make_workspace, plan_of
+from mok.kernels.ops import KEPT, gpu_backward, gpu_forward, gpu_forward_quantized, make_workspace, plan_of
+from mok.quantize import Precision
 
-_workspaces: dict[tuple[str, torch.device, int, int, int, bool], Workspace] = {}
+_workspaces: dict[tuple[str, torch.device, int, int, int, Precision], Workspace] = {}
 _groups: dict[str, weakref.ref[dist.ProcessGroup]] = {}
 
 
@@ -38,7 +39,7 @@ def _meet(group: dist.ProcessGroup) -> None:
 
 def workspace_for(
     group: dist.ProcessGroup | None, device: torch.device, tokens: int, hidden: int, top_k: int, num_experts: int, tuning: Tuning,
-    fp8: bool = False,
+    precision: Precision = "bf16",
 ) -> Workspace:  # fmt: skip
     """The workspace that all layers of one group, H, K, E and format share. Its first use is collective and fixes the tokens that it can
     hold: `Tuning.max_tokens`, or else the most that any rank brings. A rank alone may bring more later; the ranks of a group may not.
@@ -49,7 +50,7 @@ def workspace_for(
     """
     if group is not None and not torch.compiler.is_compiling():
         _meet(group)
-    key = ("" if group is None else group.group_name, device, hidden, top_k, num_experts, fp8)
+    key = ("" if group is None else group.group_name, device, hidden, top_k, num_experts, precision)
     found = _workspaces.get(key)
     if found is not None and tokens <= found.max_tokens:
         return found
@@ -60,7 +61,7 @@ def workspace_for(
             "torch.compile: call the layer once before it is compiled, with as many tokens: that makes the memory of its group"
         )
     most = max(tokens, tuning.max_tokens or 0)
-    made = make_workspace(group, device, most, hidden, top_k, num_experts, tuning.timeout_s, tuning.num_sms, fp8)
+    made = make_workspace(group, device, most, hidden, top_k, num_experts, tuning.timeout_s, tuning.num_sms, precision)
     if found is None:
         found = _workspaces[key] = made
     else:  # in place: calls that wait for their backward know it by its number
@@ -142,7 +143,7 @@ def layer(
     return out, rest[-1]
 
 
-def layer_fp8(
+def layer_quantized(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
@@ -155,11 +156,12 @@ def layer_fp8(
     shared_clamp: float | None,
     group: dist.ProcessGroup | None,
     tuning: Tuning,
+    precision: Precision,
 ) -> tuple[Tensor, Tensor]:
-    """`layer` with the routed experts, which are given in bf16, in blockwise FP8. No gradient."""
+    """`layer` with the routed experts, which are given in bf16, in "fp8" or "mxfp8". No gradient."""
     tokens, top_k = ids.shape
-    workspace = workspace_for(group, x.device, tokens, x.shape[1], top_k, num_experts, tuning, fp8=True)
-    return gpu_forward_fp8(
+    workspace = workspace_for(group, x.device, tokens, x.shape[1], top_k, num_experts, tuning, precision)
+    return gpu_forward_quantized(
         x, ids, weights, *experts, *(shared or (None, None, None)), shared_scale, term, workspace.number, num_experts, clamp, shared_clamp,
-        plan_of(tuning.num_sms, tuning.minibatch, tuning.macrobatch),
+        plan_of(tuning.num_sms, tuning.minibatch, tuning.macrobatch), precision,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The forward megakernel in MXFP8 on tensor cores that multiply by scales: the tasks, signals and rings of `forward.py`, with E4M3 operands.
+"""The forward megakernel in MXFP8 on tensor cores that multiply by scales: tasks, signals and rings of `forward.py`, with E4M3 operands.
 
 x, h and the weights have a scale per 32 columns of a row, an E8M0 code. x was quantized where it was published, and travels so; h is
 quantized by the up task. The codes of all of them lie in memory as Blackwell's tensor cores read them (`mok.quantize.to_tcgen05`), in tiles

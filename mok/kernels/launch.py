@@ -217,8 +217,8 @@ def forward(
     elif memory.size > 1:
         memory.own["x"][:tokens].copy_(x_TH)
     shared_out, saved = launch_kernel(
-        workspace, rows, x_TH, gate_LIH, up_LIH, down_LHI, shared, clamp, shared_clamp, saved_rows, save, plan, hidden, width, shared_out_TH,
-        mxfp8,
+        workspace, rows, x_TH, gate_LIH, up_LIH, down_LHI, shared, clamp, shared_clamp, saved_rows, save, plan, hidden, width,
+        shared_out_TH, mxfp8,
     )  # fmt: skip
     workspace.barrier()
     out = combine(memory.own["combine"], ids_TK, weights_TK, num_experts, shared_out if term_TH is None else term_TH, shared_scale_T)
@@ -232,8 +232,8 @@ def launch_kernel(
 ) -> tuple[Tensor | None, Saved | None]:  # fmt: skip
     """The megakernel, between a barrier (all x are there) and another one (all results are)."""
     args, saved, shared_out = kernel_arguments(
-        workspace, rows, x_TH, gate_LIH, up_LIH, down_LHI, shared, clamp, shared_clamp, saved_rows, save, plan, hidden, width, shared_out_TH,
-        mxfp8,
+        workspace, rows, x_TH, gate_LIH, up_LIH, down_LHI, shared, clamp, shared_clamp, saved_rows, save, plan, hidden, width,
+        shared_out_TH, mxfp8,
     )  # fmt: skip
     write_tasks(workspace, args, rows, plan)
     workspace.barrier()
@@ -289,7 +289,8 @@ def kernel_arguments(
     x = ("x_e4m3", "x_scale") if mxfp8 else ("x", "x")
     args: dict[str, object] = dict(
         x_ptr=memory.own[x[0]] if mxfp8 else x_TH, x_ptrs=memory.addresses[x[0]],
-        x_scale_ptr=memory.own[x[1]], x_scale_ptrs=memory.addresses[x[1]], combine_ptr=memory.own["combine"], combine_ptrs=memory.addresses["combine"],
+        x_scale_ptr=memory.own[x[1]], x_scale_ptrs=memory.addresses[x[1]],
+        combine_ptr=memory.own["combine"], combine_ptrs=memory.addresses["combine"],
         control_ptrs=memory.addresses["control"],
         peer_rank_ptr=rows.peer_rank, peer_token_idx_ptr=rows.peer_token_idx, tasks_ptr=tasks,
         ring_ptr=x_ring, ring_x_desc=_rows(x_ring, m, k), ring_h_desc=_rows(h_ring, m, k), store_h_desc=_rows(h_ring, m, n),

@@ -10,6 +10,7 @@ Legend: T tokens of this rank, H hidden, I intermediate, L experts of this rank,
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple, cast
 
 import torch
@@ -24,6 +25,11 @@ from mok.kernels.launch_fp8 import BLOCK
 from mok.kernels.quantize import quantize, snap
 from mok.kernels.schedule import DeviceSchedule
 from mok.quantize import E4M3, MX_ROW, Quantized
+
+HOPPER_STAGES = 3  # of the kernel for `MxExperts` on Hopper; with more, a register is spilled in every step
+
+
+LEAST_HIDDEN = 64  # below, slices of h would be narrower than its blocks
 
 
 class MxExperts(NamedTuple):
@@ -54,8 +60,9 @@ class MxExperts(NamedTuple):
                 raise ValueError(f"{name}: scale has shape {tuple(scale.shape)}: must be {expected} for values {tuple(values.shape)}")
             if not (values.is_contiguous() and scale.is_contiguous()):
                 raise ValueError(f"{name}: must be contiguous")
-        if self.down.values.shape[1] != padded_rows(hidden):
-            raise ValueError(f"down has {self.down.values.shape[1]} rows: must be filled up to {padded_rows(hidden)} for hidden_size={hidden}")
+        rows, wanted = self.down.values.shape[1], padded_rows(hidden)
+        if rows != wanted:
+            raise ValueError(f"down has {rows} rows: must be filled up to {wanted} for hidden_size={hidden}")
 
 
 class WideExperts(NamedTuple):
@@ -72,8 +79,12 @@ class WideExperts(NamedTuple):
 
 def experts_for(device: torch.device, gate_LIH: Tensor, up_LIH: Tensor, down_LHI: Tensor) -> MxExperts | WideExperts:
     """Quantized bf16 weights in the form that this device multiplies best."""
-    scales = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
-    return (MxExperts if scales else WideExperts).of(gate_LIH, up_LIH, down_LHI)
+    return (MxExperts if multiplies_by_scales(device) else WideExperts).of(gate_LIH, up_LIH, down_LHI)
+
+
+def multiplies_by_scales(device: torch.device) -> bool:
+    """Whether its tensor cores take codes: sm_100 and sm_103."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
 
 
 def padded_rows(hidden: int) -> int:
@@ -104,7 +115,13 @@ def forward(
     shared_out_TH: Tensor | None = None,
     term_TH: Tensor | None = None,
 ) -> tuple[Tensor, Saved | None]:
-    """`launch.forward` with the routed experts in MXFP8. The workspace's memory has `memory.quantized_regions` with MX_ROW."""
+    """`launch.forward` with the routed experts in MXFP8. The workspace's memory has `memory.quantized_regions` with MX_ROW.
+
+    Raises:
+        ValueError: H < 64, or `MxExperts` that do not fit.
+    """
+    if workspace.hidden < LEAST_HIDDEN:
+        raise ValueError(f"hidden_size={workspace.hidden}: must be at least {LEAST_HIDDEN} in MXFP8 on a GPU")
     if isinstance(experts, WideExperts):
         return launch.forward(
             workspace, rows, ids_TK, weights_TK, x_TH, *experts, num_experts, shared, clamp, shared_clamp, shared_scale_T, saved_rows, save,
@@ -112,6 +129,8 @@ def forward(
         )  # fmt: skip
     experts.check(workspace.hidden)
     cut = plan or ForwardPlan()
+    if not multiplies_by_scales(workspace.device):
+        cut = dataclasses.replace(cut, num_stages=min(cut.num_stages, HOPPER_STAGES))
     return launch_fp8.run(
         workspace, rows, ids_TK, weights_TK, x_TH, num_experts, MX_ROW, forward_mxfp8_kernel,
         lambda: kernel_arguments(workspace, rows, experts, clamp, saved_rows, save, cut),

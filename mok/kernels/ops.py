@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,13 +25,14 @@ import triton.language as tl
 from torch import Tensor
 
 from mok.config import TILE_M
-from mok.kernels import launch, launch_backward, launch_fp8, memory
+from mok.kernels import launch, launch_backward, launch_fp8, launch_mxfp8, memory
 from mok.kernels.forward import forward_kernel
 from mok.kernels.launch import ForwardPlan, Saved, Workspace
 from mok.kernels.launch_backward import BackwardPlan, Needs
 from mok.kernels.launch_fp8 import QuantizedExperts
 from mok.kernels.schedule import DeviceSchedule, max_tiles, schedule_sizes
 from mok.kernels.signals import peer_address
+from mok.quantize import Precision, Recipe
 from mok.schedule import local_experts
 from mok.tune import Choice, Key, tuned
 
@@ -43,10 +45,10 @@ _numbers: dict[int, weakref.ref[Workspace]] = {}
 
 def make_workspace(
     group: dist.ProcessGroup | None, device: torch.device, tokens: int, hidden: int, top_k: int, num_experts: int, timeout_s: float,
-    num_sms: int, fp8: bool = False,
+    num_sms: int, precision: Precision = "bf16",
 ) -> Workspace:  # fmt: skip
     """Memory for forward and backward of at most `tokens` tokens of any rank (ranks may differ) and up to num_experts experts; collective.
-    fp8: for a forward with experts in blockwise FP8.
+    precision: other than bf16 for a forward with experts in this format.
 
     Raises:
         ValueError: ranks that disagree on H, K or E; the same on every rank.
@@ -62,8 +64,11 @@ def make_workspace(
                 listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
                 raise ValueError(f"{name} must be equal on all ranks of the group ({listed})")
     most = max(shape[0] for shape in everyone)
-    if fp8:
-        layout = [*memory.regions(most, hidden, num_experts, top_k, len(everyone)), *memory.quantized_regions(most, hidden)]
+    if precision != "bf16":
+        layout = [
+            *memory.regions(most, hidden, num_experts, top_k, len(everyone)),
+            *memory.quantized_regions(most, hidden, Recipe(precision).row),
+        ]
     else:
         layout = memory.backward_regions(most, hidden, num_experts, top_k, len(everyone))
     with _on(device):
@@ -234,8 +239,8 @@ def _(x, ids, weights, gate, up, down, shared_gate, shared_up, shared_down, shar
     return [x.new_empty(x.shape), *(x.new_empty(shape) for shape in kept), *made]
 
 
-@torch.library.custom_op("mok::gpu_forward_fp8", mutates_args=())
-def gpu_forward_fp8(
+@torch.library.custom_op("mok::gpu_forward_quantized", mutates_args=())
+def gpu_forward_quantized(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
@@ -252,23 +257,28 @@ def gpu_forward_fp8(
     clamp: float | None,
     shared_clamp: float | None,
     plan: list[int],
+    precision: str,
 ) -> tuple[Tensor, Tensor]:
-    """out [T, H] and the group's routes, int64 [E], with the routed experts (given in bf16) in blockwise FP8. It has no backward."""
+    """out [T, H] and the group's routes, int64 [E], with the routed experts (given in bf16) in "fp8" or "mxfp8". It has no backward."""
     inner, x = workspace_of(workspace), _aligned(x)
     *fields, routes = make_schedule(inner, ids, num_experts)
     term = None if term is None else term.contiguous()
     num_sms, most_tiles, ring_tiles = plan
     cut = ForwardPlan(num_sms=num_sms, minibatch_tiles=min(ForwardPlan.minibatch_tiles, most_tiles), ring_tiles=ring_tiles)
+    call = (inner, DeviceSchedule(*fields), ids, weights, x)
+    options: dict[str, Any] = dict(
+        shared=_three(shared_gate, shared_up, shared_down), clamp=clamp, shared_clamp=shared_clamp, shared_scale_T=shared_scale, plan=cut,
+        term_TH=term,
+    )  # fmt: skip
     with _turn(inner):
-        out, _ = launch_fp8.forward(
-            inner, DeviceSchedule(*fields), ids, weights, x, QuantizedExperts.of(gate, up, down), num_experts,
-            shared=_three(shared_gate, shared_up, shared_down), clamp=clamp, shared_clamp=shared_clamp, shared_scale_T=shared_scale,
-            plan=cut, term_TH=term,
-        )  # fmt: skip
+        if precision == "fp8":
+            out, _ = launch_fp8.forward(*call, QuantizedExperts.of(gate, up, down), num_experts, **options)
+        else:
+            out, _ = launch_mxfp8.forward(*call, launch_mxfp8.experts_for(inner.device, gate, up, down), num_experts, **options)
     return out, routes
 
 
-@gpu_forward_fp8.register_fake
+@gpu_forward_quantized.register_fake
 def _(x, ids, weights, gate, up, down, shared_gate, shared_up, shared_down, shared_scale, term, workspace, num_experts, *rest):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape), ids.new_empty(num_experts, dtype=torch.int64)
 

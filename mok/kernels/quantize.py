@@ -182,10 +182,11 @@ def snap_kernel(x_ptr, out_ptr, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 
 
 def snap(x: Tensor, block: Block) -> Tensor:
-    """bf16 x [..., M, N], contiguous -> what its quantized form stands for, which bf16 holds exactly."""
+    """bf16 x [..., M, N] -> the numbers that its quantized form stands for, which bf16 holds exactly."""
+    x = x.detach().contiguous()
     out = torch.empty_like(x)
     rows, columns = x.shape[-2:]
     tiles = math.prod(x.shape[:-2]) * triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE)
     if tiles:
-        snap_kernel[(tiles,)](x.detach(), out, rows, columns, ROWS=block[0], COLUMNS=block[1], TILE=TILE, num_warps=8)
+        snap_kernel[(tiles,)](x, out, rows, columns, ROWS=block[0], COLUMNS=block[1], TILE=TILE, num_warps=8)
     return out
