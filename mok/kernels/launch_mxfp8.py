@@ -27,8 +27,6 @@ from mok.kernels.schedule import DeviceSchedule
 from mok.quantize import E4M3, MX_ROW, Quantized
 
 HOPPER_STAGES = 3  # of the kernel for `MxExperts` on Hopper; with more, a register is spilled in every step
-
-
 LEAST_HIDDEN = 64  # below, slices of h would be narrower than its blocks
 
 
