@@ -219,6 +219,19 @@ def case_special_values():
         assert torch.equal(out[others], clean[others]), form
 
 
+def case_an_expert_does_not_see_its_neighbour():
+    """A slice of the last columns of h reads rows of the next expert's gate and up: huge ones move no scale, and NaN goes no further."""
+    problem = Problem(11, 40, 96, 144, 3, 1, masked=0.0)
+    first = {form: run_layer(problem, 1, form)[0] for form in PLANS}
+    for value in (2.0**60, float("nan")):
+        for weight in (problem.gate_EIH, problem.up_EIH):
+            weight[1, :8] = value
+        others = (problem.ids_TK != 1).all(1)
+        for form in PLANS:
+            out, _, _ = run_layer(problem, 1, form)
+            assert torch.equal(out[others], first[form][others]), (form, value)
+
+
 def case_every_block_is_scaled():
     """Scales far apart: a row's blocks by powers of two, the weights' blocks by their inverse. Without either nothing would be near."""
     problem = Problem(7, 24, 192, 272, 2, 2, masked=0.0)
@@ -296,6 +309,7 @@ def case_weights():
         both = torch.stack([good._asdict()[name].scale for name in order])
         moved = good._replace(**{name: Quantized(good._asdict()[name].values, both[i]) for i, name in enumerate(order)})
         arguments, _ = launch_mxfp8.kernel_arguments(workspace, rows, moved, None, 0, False, plan)
+        assert arguments["gate_up_scale_desc"].strides[0] > 0
         share(workspace)
         launch_fp8.write_tasks(workspace, arguments, rows, plan)
         run_concurrently(forward_mxfp8_kernel, 2, [arguments])
