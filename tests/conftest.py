@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import glob
 import os
 import shutil
 import signal
@@ -15,9 +16,12 @@ import torch
 
 sys.path.insert(0, os.path.dirname(__file__))  # helpers of the tests: ranks.py, interpret.py
 
-if torch.cuda.is_available() and "PYTEST_XDIST_WORKER" in os.environ:  # workers leave the cores to each other
-    torch.set_num_threads(2)
+GPUS = len(glob.glob("/dev/nvidia[0-9]*"))
+if GPUS and (worker := os.environ.get("PYTEST_XDIST_WORKER")):  # workers share the GPUs, each with another one first, and the cores
+    first = int(worker.removeprefix("gw")) % GPUS
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(str((first + i) % GPUS) for i in range(GPUS)))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    torch.set_num_threads(2)
 
 WATCHDOG_S = float(os.environ.get("MOK_TEST_WATCHDOG_S", "300"))
 
