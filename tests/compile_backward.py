@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import triton
-from compile_kernels import CUOBJDUMP
+from compile_kernels import CUOBJDUMP, local_accesses_among_products, unfinished_stores
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -87,9 +87,12 @@ def argument_type(name: str, constants: dict[str, object]) -> str:
     return "fp32" if name in ("limit", "shared_limit") else "i32"
 
 
-def facts_of(kernel, arch: int, constants: dict[str, object], num_warps: int, num_stages: int, **options: object) -> dict[str, object]:
+def facts_of(
+    kernel, arch: int, constants: dict[str, object], num_warps: int, num_stages: int, types=argument_type, **options: object
+) -> dict[str, object]:  # fmt: skip
+    """types: the type of an argument, by its name and the constants."""
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    signature = {name: argument_type(name, constants) for name in kernel.arg_names}
+    signature = {name: types(name, constants) for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.endswith(("_ptr", "_ptrs"))}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(num_warps=num_warps, num_stages=num_stages, **options))
@@ -104,13 +107,16 @@ def facts_of(kernel, arch: int, constants: dict[str, object], num_warps: int, nu
     spills = [i for i, line in enumerate(lines) if re.search(r"\b(STL|LDL)\b", line)]
     return dict(
         name=kernel.__name__, shared=made.metadata.shared, stack=int(re.search(r"STACK:(\d+)", usage)[1]),
+        registers=int(re.search(r"REG:(\d+)", usage)[1]),
+        e4m3=len(re.findall(r"wgmma\.mma_async\S*\.e4m3\.e4m3", ptx)),
+        local_in_loop=local_accesses_among_products(sass) if "GMMA" in sass else 0,
         tensor_core=ptx.count("wgmma.mma_async" if arch == 90 else "tcgen05.mma"),
         copy_engine=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
         copy_engine_stores=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.global", ptx)),
         announced=len(re.findall(r"gpu\.release\.add|release\.gpu\.global\.add|acq_rel", ptx)),
         spills=len(spills), spills_between_products=sum(any(abs(s - p) < 12 for p in products) for s in spills),
         serialized=len(re.findall(r"HGMMA[^\n]*gsb0 ;[^\n]*\n(?:[^\n]*\n){0,2}[^\n]*WARPGROUP\.DEPBAR\.LE gsb0, 0x0", sass)),
-        exponentials=made.asm["ttgir"].count("ex2.approx"),
+        exponentials=made.asm["ttgir"].count("ex2.approx"), unfinished=unfinished_stores(ptx),
     )  # fmt: skip
 
 

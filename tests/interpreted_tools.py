@@ -19,7 +19,7 @@ from interpret import run_cases, run_concurrently
 
 from mok import trace
 from mok.bench.overlap import VARIANTS, prepare
-from mok.kernels import groups, launch, launch_backward
+from mok.kernels import launch, launch_backward
 from mok.kernels.backward import backward_kernel
 from mok.kernels.combine import combine
 from mok.kernels.forward import forward_kernel
@@ -76,8 +76,7 @@ def case_backward_trace():
     share(workspace)
     for gradient in call.experts:
         gradient.share_memory_()
-    groups.plan_kernel[(1,)](**call.plan)
-    groups.list_kernel[(2,)](**call.tasks)
+    call.order.write(2)
     run_concurrently(backward_kernel, 2, [call.kernel])
     line = trace.backward_timeline(workspace, workspace.scratch["trace"], 2)
     tiles = int(rows.num_tokens) // BLOCK

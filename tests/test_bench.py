@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mok import executor, reference
+from mok import executor, quantize, reference
 from mok.bench import baselines, checks, comm, ep, layer, layers, overlap, ranks, report, rivals, shapes, suites, timing
 from mok.config import PRESETS
 
@@ -347,6 +347,15 @@ def test_the_torch_baseline_computes_the_layer():
     wants = torch.autograd.grad(want, leaves, d_y.float())
     for got, expected in zip((d_x, d_w, *d_both.chunk(2, 1), d_down), wants, strict=True):
         assert checks.relative_error(got, expected) < 2e-2
+
+
+def test_the_checks_of_a_layer_in_fp8():
+    shape = shapes.Shape(60, 144, 80, 6, 2)
+    experts, batch = layers.make_experts(shape, torch.device("cpu")), layers.make_batch(shape, 0, 0, torch.device("cpu"))
+    d_x, d_w, *of_experts = layers.CpuLayer(60, 6, 2, experts, None, 1.0, precision="fp8").backward(batch, None)
+    for recipe, least, most in ((quantize.Recipe("fp8"), 0, 1e-2), (quantize.Recipe(), 3e-2, 0.15)):
+        assert least < checks.token_gradient_error(d_x, d_w, *batch, experts, count=60, recipe=recipe) < most
+        assert least < checks.expert_gradient_error([d[3] for d in of_experts], 3, *batch, experts, recipe) < most
 
 
 def test_the_checks_find_one_wrong_token_and_one_wrong_gradient():

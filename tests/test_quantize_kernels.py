@@ -65,6 +65,12 @@ def interpreted() -> None:
     big = torch.full((64, 512), 1e30).bfloat16()
     big[:, 100:228] = torch.randn(64, 128).bfloat16()
     check(big[::2, 100:228])
+    # only if there are so many
+    x, memory = torch.randn(130, 144).bfloat16(), (torch.full((130, 144), 3, dtype=torch.uint8), torch.full((2, 2), 3, dtype=torch.uint8))
+    for count in (4, 5):
+        kernels.quantize_into(x, FP8_SQUARE, *memory, count=torch.tensor([count], dtype=torch.int32), least=5)
+        assert bool((memory[0] == 3).all() and (memory[1] == 3).all()) == (count < 5)
+    same((memory[0].view(torch.float8_e4m3fn), memory[1]), quantize(x, FP8_SQUARE))
     # the layout of tcgen05, padded
     for shape in ((2, 256, 96), (40, 160)):
         x = torch.randn(shape).bfloat16()
@@ -83,6 +89,7 @@ CASES = {
     "rows of 128": dict(ROWS=1, COLUMNS=128),
     "columns of 128": dict(ROWS=128, COLUMNS=1),
     "squares": dict(ROWS=128, COLUMNS=128),
+    "squares, counted": dict(ROWS=128, COLUMNS=128, COUNTED=True),
 }
 
 
@@ -96,16 +103,17 @@ def test_compiles_to_wide_accesses_without_spills(case, arch):
 
     from mok.kernels.quantize import TILE, quantize_kernel
 
-    constants = {**dict(TCGEN05=False, ALIGNED=False, TILE=TILE), **CASES[case]}
+    constants = {**dict(TCGEN05=False, ALIGNED=False, COUNTED=False, TILE=TILE), **CASES[case]}
     constants["x_row" if constants["ALIGNED"] else "x_column"] = 1
-    pointers = dict(x_ptr="*bf16", values_ptr="*u8", scale_ptr="*u8")
+    pointers = dict(x_ptr="*bf16", values_ptr="*u8", scale_ptr="*u8", count_ptr="*i32")
     names = quantize_kernel.arg_names
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
-    sixteens = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in constants and name != "M"}
+    sixteens = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in constants and name not in ("M", "least")}
     source = ASTSource(quantize_kernel, signature, constants, sixteens)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(num_warps=8))
     ptx = compiled.asm["ptx"]
-    assert ptx.count("ld.global.v4.b32") == 8 and ptx.count("ld.global") == 8  # 128 * 128 bf16 by 256 threads, 16 bytes at a time
+    # 128 * 128 bf16 by 256 threads, 16 bytes at a time
+    assert ptx.count("ld.global.v4.b32") == 8 and ptx.count("ld.global") == 8 + constants["COUNTED"]
     assert ptx.count("st.global.v4.b32") == 4 and ptx.count("st.global.v4") == 4  # beside those of the scales
     assert ptx.count("cvt.rn.satfinite.e4m3x2.f32") == 32
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

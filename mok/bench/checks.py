@@ -70,9 +70,27 @@ def forward_error(
     return worst
 
 
+def _gradients(x_NH: Tensor, weights_N: Tensor, d_y_NH: Tensor, expert: Experts, recipe: Recipe) -> list[Tensor]:
+    """Gradients of weights * expert(x) in fp32: of x, of the weights, and of gate, up and down. Without a recipe nothing is rounded."""
+    if not recipe.quantized:
+        leaves = [t.float().requires_grad_() for t in (x_NH, weights_N, *expert)]
+        y = _expert(leaves[0], *leaves[2:]) * leaves[1][:, None]
+        return list(torch.autograd.grad(y, leaves, d_y_NH.float()))
+    wide = lambda x: x.to(x_NH.dtype).float()  # noqa: E731
+    x, d_y = recipe.rows(x_NH.float()), recipe.rows(d_y_NH.float())
+    gate, up = (wide(x @ recipe.weight(w.float(), -1).T) for w in expert[:2])
+    gate_w, up_w, down_w = (recipe.weight(w.float(), -2) for w in expert)
+    s = torch.sigmoid(gate)
+    hidden, d_hidden = wide(gate * s * up), d_y @ down_w
+    d_weights, d_hidden = (d_hidden * hidden).sum(1), d_hidden * weights_N[:, None]
+    d_gate, d_up = wide(d_hidden * up * s * (1 + gate * (1 - s))), wide(d_hidden * gate * s)
+    d_x = recipe.rows(d_gate) @ gate_w + recipe.rows(d_up) @ up_w
+    return [d_x, d_weights, d_gate.T @ x, d_up.T @ x, d_y.T @ wide(hidden * weights_N[:, None])]
+
+
 def token_gradient_error(
     d_x_TH: Tensor, d_weights_TK: Tensor, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, d_y_TH: Tensor, experts: Experts,
-    count: int = 16,
+    count: int = 16, recipe: Recipe = UNQUANTIZED,
 ) -> float:  # fmt: skip
     """The largest relative error of a token's d_x, and of d_weights, over `count` evenly spaced tokens."""
     tokens = _sample(x_TH.shape[0], count)
@@ -80,21 +98,20 @@ def token_gradient_error(
     for i, t in enumerate(tokens):
         want = torch.zeros(x_TH.shape[1], device=x_TH.device)
         for k, e in enumerate(ids_TK[t].tolist()):
-            x = x_TH[t : t + 1].float().requires_grad_()
-            weight = weights_TK[t, k].float().requires_grad_()
-            y = _expert(x, *(w[e].float() for w in experts))
-            d_x, want_weights[i, k] = torch.autograd.grad(weight * y, [x, weight], d_y_TH[t : t + 1].float())
+            expert = (experts[0][e], experts[1][e], experts[2][e])
+            d_x, d_weight, *_ = _gradients(x_TH[t : t + 1], weights_TK[t, k : k + 1], d_y_TH[t : t + 1], expert, recipe)
             want += d_x[0]
+            want_weights[i, k] = d_weight[0]
         worst = max(worst, relative_error(d_x_TH[t], want))
     return max(worst, relative_error(d_weights_TK[tokens], want_weights))
 
 
 def expert_gradient_error(
-    grads: Sequence[Tensor], expert: int, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, d_y_TH: Tensor, experts: Experts
-) -> float:
+    grads: Sequence[Tensor], expert: int, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, d_y_TH: Tensor, experts: Experts,
+    recipe: Recipe = UNQUANTIZED,
+) -> float:  # fmt: skip
     """The largest relative error of one expert's three weight gradients `grads`, over all its rows of the batch."""
     token, k = (ids_TK == expert).nonzero(as_tuple=True)
-    leaves = [weight[expert].float().requires_grad_() for weight in experts]
-    y = _expert(x_TH[token].float(), *leaves) * weights_TK[token, k, None].float()
-    wants = torch.autograd.grad(y, leaves, d_y_TH[token].float())
+    of_one = (experts[0][expert], experts[1][expert], experts[2][expert])
+    _, _, *wants = _gradients(x_TH[token], weights_TK[token, k], d_y_TH[token], of_one, recipe)
     return max(relative_error(got, want) for got, want in zip(grads, wants, strict=True))

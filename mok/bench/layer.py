@@ -86,10 +86,12 @@ class OneDevice:
             self.layer.poison()
             self._equal(self.layer.backward(batch, kept, changes), first, NAMES, label)
         self.layer.finish()
-        error = checks.token_gradient_error(first[0], first[1], *batch, self.experts)
-        error = max(error, checks.expert_gradient_error([grad[0] for grad in first[2:]], 0, *batch, self.experts))
-        error = max(error, step_error(torch_layer, batch, first))
-        if not error < checks.LIMIT:
+        recipe = Recipe(self.precision)
+        error = checks.token_gradient_error(first[0], first[1], *batch, self.experts, recipe=recipe)
+        error = max(error, checks.expert_gradient_error([grad[0] for grad in first[2:]], 0, *batch, self.experts, recipe))
+        if not recipe.quantized:  # torch's is in bf16
+            error = max(error, step_error(torch_layer, batch, first))
+        if not error < (3 if recipe.quantized else 1) * checks.LIMIT:
             raise AssertionError(f"relative error {error:.1e}")
         return error
 
@@ -105,7 +107,7 @@ class OneDevice:
         if rival is not None:
             rival.step(*batch)
         else:
-            layer = self.make_layer()
+            layer = self.make_layer(self.precision)
             layer.backward(batch, layer.forward(batch, True)[1])
         torch.cuda.synchronize()
         return round((torch.cuda.max_memory_allocated() - before) / 2**30, 2)
@@ -166,9 +168,9 @@ def forward_row(
 
 def backward_row(
     name: str, problem: OneDevice, contestants: Sequence[TorchLayer], repeats: int, plans: dict[str, Changes], parts: bool = False,
-    warmup: int = 8,
+    warmup: int = 8, others: Mapping[str, Callable[[], object]] | None = None,
 ) -> tuple[Row, str]:  # fmt: skip
-    """The same of the backward. contestants: torch's layer first. parts: time each gradient alone, too (on a GPU)."""
+    """The same of the backward. contestants: torch's layer first. parts: time each gradient alone, too (on a GPU). others: more calls."""
     layer, turns = problem.layer, problem.turns
     good, problems = {}, []
     for label, changes in plans.items():
@@ -196,12 +198,18 @@ def backward_row(
     for rival in contestants:
         runs[rival.name] = turns.of(rival, *columns[:3])
         runs[f"{rival.name} step"] = turns.of(rival.step, *columns)
+    runs |= others or {}
+    extra += others or {}
     with torch.enable_grad():
         ms = medians(runs, repeats, warmup)
     layer.finish()
     for label in [label for label in ms if label.endswith(" step")]:
         ms[label.removesuffix(" step")] = ms.pop(label) - ms[label.removesuffix(" step")]
-    row = _row(name, problem.shape, "bwd", ms["mok"], {rival.name: ms[rival.name] for rival in contestants}, saved=problem.saved)
+    more: dict[str, Any] = dict(saved=problem.saved)
+    if others:
+        shape = problem.shape
+        more["others_tflops"] = {label: round(12 * shape.T * shape.K * shape.H * shape.I * 1e-9 / ms[label], 1) for label in others}
+    row = _row(name, problem.shape, "bwd", ms["mok"], {rival.name: ms[rival.name] for rival in contestants}, problem.precision, **more)
     return row, _line(row, error, {label: ms[label] for label in extra}) + "".join(problems)
 
 
@@ -216,8 +224,9 @@ def memory_limit(shape: Shape) -> float | None:
 def memory_row(name: str, problem: OneDevice, contestants: Sequence[TorchLayer]) -> Row:
     others = {rival.name: dict(gib=problem.extra_gib(rival)) for rival in contestants}
     return dict(
-        suite="layer", shape=name, **problem.shape._asdict(), ep=1, precision="bf16", direction="memory", gib=problem.extra_gib(),
-        limit_gib=memory_limit(problem.shape), baselines=others, saved=problem.saved,
+        suite="layer", shape=name, **problem.shape._asdict(), ep=1, precision=problem.precision, direction="memory",
+        gib=problem.extra_gib(), limit_gib=memory_limit(problem.shape) if problem.precision == "bf16" else None, baselines=others,
+        saved=problem.saved,
     )  # fmt: skip
 
 
@@ -340,24 +349,42 @@ def mxfp8_others(problem: OneDevice) -> dict[str, Callable[[], object]]:
     return others
 
 
+def others_than_fp8(problem: OneDevice) -> dict[str, Callable[[], object]]:
+    """The backward that quantizes its weights itself, and the one in bf16."""
+    calls = {}
+    for label, layer, options in (("quantizing", problem.layer, dict(quantize=True)), ("mok in bf16", problem.make_layer(), {})):
+        kept = [layer.forward(batch, True)[1] for batch in problem.inputs]
+        calls[label] = problem.turns.of(layer.backward, problem.inputs, kept, **options)
+    return calls
+
+
 def backward_main(shapes: dict[str, Shape], arguments: Sequence[str] | None = None) -> int:
     parser = _parser("benchmarks/backward.py", shapes, 40)
     parser.add_argument("--plans", type=json.loads, default={}, help="JSON: name -> fields of BackwardPlan")
     parser.add_argument("--parts", action="store_true", help="time each gradient alone, too")
     parser.add_argument("--saved", type=float, default=1.0, help="share of the rows whose gate and up were saved")
+    parser.add_argument(
+        "--precision", choices=("bf16", "fp8"), default="bf16",
+        help="fp8: experts in blockwise FP8, weights quantized beforehand; on a GPU beside the same with quantizing them, and in bf16",
+    )  # fmt: skip
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     chosen, device, rows = _shapes(parser, options.shapes, shapes), default_device(), []
     print(report.headline(), flush=True)
     warm(chosen.values(), WARM_S)
     for name, shape in chosen.items():
-        problem = OneDevice(shape, device, options.saved)
+        problem = OneDevice(shape, device, options.saved, precision=options.precision)
         baseline = TorchLayer(*problem.experts)
-        row, line = backward_row(name, problem, [baseline], options.repeats, options.plans, options.parts)
+        others = {}
+        if options.precision != "bf16" and device.type == "cuda":
+            others = others_than_fp8(problem)
+        row, line = backward_row(name, problem, [baseline], options.repeats, options.plans, options.parts, others=others)
+        others.clear()
         rows.append(row)
         if device.type == "cuda":
             memory = memory_row(name, problem, [baseline])
             rows.append(memory)
-            line += f"; memory {memory['gib']} GiB of at most {memory['limit_gib']}, torch {memory['baselines'][baseline.name]['gib']}"
+            limit = "" if memory["limit_gib"] is None else f" of at most {memory['limit_gib']}"
+            line += f"; memory {memory['gib']} GiB{limit}, torch {memory['baselines'][baseline.name]['gib']}"
         print(line, flush=True)
         del problem
         _free()

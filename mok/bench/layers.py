@@ -19,7 +19,7 @@ from mok.bench.checks import Experts
 from mok.bench.shapes import Shape
 from mok.config import TILE_M, Tuning
 from mok.executor import row_swiglu
-from mok.quantize import Precision, Recipe
+from mok.quantize import MX_ROW, Precision
 
 Changes = dict[str, Any]  # fields of ForwardPlan and BackwardPlan; either takes those that it has
 NAMES = ("d_x", "d_weights", "d_gate", "d_up", "d_down")
@@ -64,8 +64,10 @@ def plan_with(kind: Any, changes: Changes | None) -> Any:
 class GpuLayer:
     """This rank's part of a layer over a group, or, without one, a layer of this rank alone. shared: gate and up [S, H], down [H, S].
 
-    precision: but in "bf16", weights are quantized here, once, and there is no backward. compile_for: with so many ranks a layer that only
-    compiles and loads what rank 0 of such a group launches; its barriers do not wait.
+    precision: but in "bf16", weights are quantized here, once; "mxfp8" has no backward. Calls of the backward with quantize=True quantize
+    theirs again, as `mok.MoE` does.
+
+    compile_for: with so many ranks a layer that only compiles and loads what rank 0 of such a group launches; its barriers do not wait.
     """
 
     step_for_backward = False
@@ -76,16 +78,23 @@ class GpuLayer:
     ) -> None:  # fmt: skip
         from mok.kernels import memory
         from mok.kernels.launch import Workspace
+        from mok.kernels.launch_backward_fp8 import TransposedExperts
         from mok.kernels.launch_fp8 import QuantizedExperts
         from mok.kernels.launch_mxfp8 import experts_for
 
         hidden, device = experts[0].shape[2], experts[0].device
         size = compile_for if group is None else dist.get_world_size(group)
-        layout = memory.backward_regions(tokens, hidden, num_experts, top_k, size)
+        sizes = (tokens, hidden, num_experts, top_k, size)
         self.quantized: Any = None
-        if precision != "bf16":
-            layout += memory.quantized_regions(tokens, hidden, Recipe(precision).row)
-            self.quantized = QuantizedExperts.of(*experts) if precision == "fp8" else experts_for(device, *experts)
+        self.transposed = None
+        if precision == "mxfp8":
+            layout = [*memory.regions(*sizes), *memory.quantized_regions(tokens, hidden, MX_ROW)]
+            self.quantized = experts_for(device, *experts)
+        elif precision == "fp8":
+            layout = memory.quantized_backward_regions(*sizes)
+            self.quantized, self.transposed = QuantizedExperts.of(*experts), TransposedExperts.of(*experts)
+        else:
+            layout = memory.backward_regions(*sizes)
         # All of the views: their owner keeps the peers' memory.
         self.views = [memory.symmetric_memory(layout, group, device)] if group else memory.virtual_memory(layout, size, device)
         self.workspace = Workspace(self.views[0], tokens, hidden, top_k, device, timeout_s=60.0, warming=compile_for > 1)
@@ -116,10 +125,14 @@ class GpuLayer:
 
     def backward(self, batch: Batch, kept: Any, changes: Changes | None = None, **options: Any) -> list[Tensor]:
         """The gradients of x, the router weights, gate, up and down, of those that are asked for. options: those of the launch."""
-        from mok.kernels import launch_backward
+        from mok.kernels import launch_backward, launch_backward_fp8
 
         schedule, saved = kept
-        result = launch_backward.backward(
+        run: Callable[..., launch_backward.Gradients] = launch_backward.backward
+        if self.quantized is not None:
+            run = launch_backward_fp8.backward
+            options["transposed"] = None if options.pop("quantize", False) else self.transposed
+        result = run(
             self.workspace, schedule, saved, batch.ids_TK, batch.d_y_TH, batch.x_TH, batch.weights_TK, *self.experts, self.num_experts,
             plan=plan_with(launch_backward.BackwardPlan, changes), shared=self.shared, **options,
         )  # fmt: skip

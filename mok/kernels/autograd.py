@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mok.config import TILE_M, Tuning
 from mok.kernels.launch import Workspace
-from mok.kernels.ops import KEPT, gpu_backward, gpu_forward, gpu_forward_quantized, make_workspace, plan_of
+from mok.kernels.ops import KEPT, gpu_backward, gpu_forward, make_workspace, plan_of
 from mok.quantize import Precision
 
 _workspaces: dict[tuple[str, torch.device, int, int, int, Precision], Workspace] = {}
@@ -124,15 +124,18 @@ def layer(
     shared_clamp: float | None,
     group: dist.ProcessGroup | None,
     tuning: Tuning,
+    precision: Precision = "bf16",
 ) -> tuple[Tensor, Tensor]:
     """out [T, H] and the counts int64 [E] of the group's routes. Everything bf16 but ids (int64), weights and shared_scale (fp32).
 
-    term: see `gpu_forward`. main_grads, shared_main_grads: none, or 3 fp32 tensors like the routed and the shared experts.
+    precision: of the routed experts' products; "mxfp8" has no backward. term: see `gpu_forward`.
+    main_grads, shared_main_grads: none, or 3 fp32 tensors like the routed and the shared experts.
     """
     tokens, top_k = ids.shape
-    workspace = workspace_for(group, x.device, tokens, x.shape[1], top_k, num_experts, tuning)
+    workspace = workspace_for(group, x.device, tokens, x.shape[1], top_k, num_experts, tuning, precision)
     inputs = [x, weights, *experts, *(shared or ()), *([] if shared_scale is None else [shared_scale])]
-    save = torch.is_grad_enabled() and (workspace.memory.size > 1 or any(tensor.requires_grad for tensor in inputs))
+    several = workspace.memory.size > 1
+    save = precision != "mxfp8" and torch.is_grad_enabled() and (several or any(tensor.requires_grad for tensor in inputs))
     if save and not any(tensor.requires_grad for tensor in inputs):
         x = x.detach().requires_grad_()  # this rank must come to backward when another one needs its experts
     saved_rows = rows_to_save(tuning, workspace.max_tokens, top_k, workspace.memory.size, experts[0].shape[0]) if save else -1
@@ -141,27 +144,3 @@ def layer(
         workspace.number, num_experts, clamp, shared_clamp, saved_rows, plan_of(tuning.num_sms, tuning.minibatch, tuning.macrobatch),
     )  # fmt: skip
     return out, rest[-1]
-
-
-def layer_quantized(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    experts: tuple[Tensor, Tensor, Tensor],
-    shared: tuple[Tensor, Tensor, Tensor] | None,
-    shared_scale: Tensor | None,
-    term: Tensor | None,
-    num_experts: int,
-    clamp: float | None,
-    shared_clamp: float | None,
-    group: dist.ProcessGroup | None,
-    tuning: Tuning,
-    precision: Precision,
-) -> tuple[Tensor, Tensor]:
-    """`layer` with the routed experts, which are given in bf16, in "fp8" or "mxfp8". No gradient."""
-    tokens, top_k = ids.shape
-    workspace = workspace_for(group, x.device, tokens, x.shape[1], top_k, num_experts, tuning, precision)
-    return gpu_forward_quantized(
-        x, ids, weights, *experts, *(shared or (None, None, None)), shared_scale, term, workspace.number, num_experts, clamp, shared_clamp,
-        plan_of(tuning.num_sms, tuning.minibatch, tuning.macrobatch), precision,
-    )  # fmt: skip

@@ -25,7 +25,7 @@ from mok.kernels.schedule import DeviceSchedule, empty_schedule, max_tiles, sort
 from mok.kernels.signals import barrier
 from mok.kernels.tasks import BLOCK_TICKETS, PROGRAMS_PER_BLOCK, max_tickets, most_in_two_minibatches, tasks_kernel
 from mok.kernels.trace import PROGRAM, WORDS
-from mok.quantize import MX_ROW
+from mok.quantize import MX_ROW, Precision
 from mok.schedule import local_experts
 
 POLLS_PER_SECOND = 1_000_000  # a reading of a signal takes about a microsecond
@@ -79,6 +79,7 @@ class Workspace:
     device: torch.device
     timeout_s: float = 120.0
     num_sms: int = 0
+    precision: Precision = "bf16"  # of the routed experts
     warming: bool = False  # barriers do not wait: a call then only compiles and loads what an ordinary call launches
 
     number: int | None = None  # its name in operators

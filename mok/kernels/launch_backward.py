@@ -61,6 +61,10 @@ class BackwardPlan:
     half_tiles: bool = True
     trace: bool = False
 
+    def with_run(self, rows: int, num_local: int) -> BackwardPlan:
+        """`run` chosen for so many rows of so many experts, where it is 0."""
+        return self if self.run else dataclasses.replace(self, run=4 if rows <= 1024 * num_local else 1)
+
     @property
     def store(self) -> int:
         """Columns of a tile that are stored at once, and of gate and of up where they are computed again."""
@@ -145,16 +149,75 @@ def ring_and_groups(plan: BackwardPlan, tiles: int, tasks: Tasks, programs: int)
 
 
 @dataclass
-class Call:
-    """One backward, prepared: the three kernels' arguments by name, and where the results will be."""
+class Order:
+    """The list of tasks: the arguments of the two kernels that write it, what the third reads of it, and its signals.
+
+    per: how many tasks there are of a kind, as constants of all three kernels. most_tasks: there are no more tickets.
+    """
 
     plan: dict[str, object]
     tasks: dict[str, object]
-    kernel: dict[str, object]
+    tables: dict[str, Tensor]
+    per: dict[str, int]
     signals: Tensor
+    most_tasks: int
+
+    def write(self, programs: int) -> None:
+        """Write the list, and set the signals to zero."""
+        self.signals.zero_()
+        plan_kernel[(1,)](**self.plan, num_warps=1)
+        list_kernel[(programs,)](**self.tasks)
+
+
+def order_tasks(
+    workspace: Workspace, rows: DeviceSchedule, plan: BackwardPlan, tasks: Tasks, ring: int, target: int, most: int,
+    hidden: int, width: int, shared_width: int, tokens: int, num_local: int, saved_tiles: int,
+) -> Order:  # fmt: skip
+    """ring, target, most: of `ring_and_groups`."""
+    take, m, tiles = workspace.take, plan.block_m, rows.tile_expert.numel()
+    table = take("groups", (HEADER.value + (tiles + 3) * ROW.value,), torch.int32)
+    per_tile = tasks.parts + tasks.gate_ups + tasks.hiddens + tasks.d_xs
+    most_tasks = max(tiles * per_tile + (num_local + tiles // most) * tasks.d_weights + tasks.shared, 1)
+    tables = dict(
+        expert_tile_ptr=take("expert_tile", (num_local + 1,), torch.int32), table_ptr=table,
+        list_ptr=take("tasks_backward", (most_tasks * RECORD.value,), torch.int32),
+    )  # fmt: skip
+    signals = take("signals", (32 + 5 * tiles + 4 + triton.cdiv(tokens, m) + 1,), torch.int32)
+    per = dict(
+        PARTS=tasks.parts, GATE_UPS=tasks.gate_ups if saved_tiles < tiles else 0, HIDDENS=tasks.hiddens, D_XS=tasks.d_xs,
+        D_WEIGHTS=tasks.d_weights,
+    )  # fmt: skip
+    groups = dict(
+        tokens_per_expert_ptr=rows.tokens_per_expert, table_ptr=table, expert_tile_ptr=tables["expert_tile_ptr"], num_local=num_local,
+        saved_tiles=saved_tiles, shared_tasks=tasks.shared, target=target, most=most, BLOCK_M=m, **per,
+    )  # fmt: skip
+    listing = dict(
+        **tables, tile_expert_ptr=rows.tile_expert, routes_per_expert_ptr=rows.routes_per_expert, peer_rank_ptr=rows.peer_rank,
+        saved_tiles=saved_tiles, HALF_TILES=plan.half_tiles and plan.block_k <= m // 2,
+        shared_tiles=triton.cdiv(tokens, m) if shared_width else 0, tokens=tokens, H=hidden, I=width, S=shared_width, ring=ring,
+        BLOCK_M=m, RUN_N=plan.block_n * plan.run, SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs,
+        BLOCK=BLOCK_TICKETS, **per,
+    )  # fmt: skip
+    return Order(groups, listing, tables, per, signals, most_tasks)
+
+
+@dataclass
+class Call:
+    """One backward, prepared: its list of tasks, the kernel's arguments by name, and where the results will be."""
+
+    order: Order
+    kernel: dict[str, object]
     experts: Weights | None
     shared: Weights | None
     shared_d_x: Tensor | None
+
+
+def results(weights: Weights, main: Weights | None) -> Weights:
+    """Where gradients go: what is accumulated into, or new memory."""
+    if main is not None:
+        return main
+    gate, up, down = (torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device) for weight in weights)
+    return gate, up, down
 
 
 def prepare(
@@ -178,11 +241,9 @@ def prepare(
 ) -> Call:
     """shared_d_y_TH: the gradient of the shared experts' output where it is not dY. main_grads: fp32, shaped like the weights, added to."""
     plan, needs = plan or BackwardPlan(), needs or Needs()
-    if not plan.run:
-        plan = dataclasses.replace(plan, run=4 if x_TH.shape[0] * workspace.top_k <= 1024 * gate_LIH.shape[0] else 1)
+    plan = plan.with_run(x_TH.shape[0] * workspace.top_k, gate_LIH.shape[0])
     memory, tokens, hidden, width = workspace.memory, x_TH.shape[0], workspace.hidden, gate_LIH.shape[1]
     m, n, k, s = plan.block_m, plan.block_n, plan.block_k, plan.slice
-    half_tiles = plan.half_tiles and k <= m // 2
     num_local, tiles = gate_LIH.shape[0], rows.tile_expert.numel()
     shared_width = shared[0].shape[0] if shared else 0
     tasks = count_tasks(plan, needs, hidden, width, shared_width, tokens)
@@ -200,21 +261,9 @@ def prepare(
     weights_ring = take("weights_ring", (ring * m,), fp32)
     partial = take("d_weights_parts", (triton.cdiv(width, n) * (n // s), ring * m), fp32)
     carry = take("carry", (3, width, hidden), fp32) if cut else weights_ring
-    table = take("groups", (HEADER.value + (tiles + 3) * ROW.value,), torch.int32)
-    per_tile = tasks.parts + tasks.gate_ups + tasks.hiddens + tasks.d_xs
-    most_tasks = tiles * per_tile + (num_local + tiles // most) * tasks.d_weights + tasks.shared
-    tickets = take("tasks_backward", (max(most_tasks, 1) * RECORD.value,), torch.int32)
-    expert_tile = take("expert_tile", (num_local + 1,), torch.int32)
-    signals = take("signals", (32 + 5 * tiles + 4 + triton.cdiv(tokens, m) + 1,), torch.int32)
-
-    def results(weights: Weights, main: Weights | None, wanted: bool) -> Weights | None:
-        if not wanted:
-            return None
-        gate, up, down = (torch.empty(w.shape, dtype=bf16, device=device) for w in weights)
-        return main or (gate, up, down)
-
-    expert_grads = results((gate_LIH, up_LIH, down_LHI), main_grads, needs.experts)
-    shared_grads = results(shared, shared_main_grads, needs.shared) if shared else None
+    order = order_tasks(workspace, rows, plan, tasks, ring, target, most, hidden, width, shared_width, tokens, num_local, saved_tiles)
+    expert_grads = results((gate_LIH, up_LIH, down_LHI), main_grads) if needs.experts else None
+    shared_grads = results(shared, shared_main_grads) if shared and needs.shared else None
     accumulate = main_grads is not None or shared_main_grads is not None
     if accumulate and ((needs.experts and main_grads is None) or (shared and needs.shared and shared_main_grads is None)):
         raise ValueError("main_grads and shared_main_grads: both or neither, where both gradients are asked for")
@@ -233,25 +282,12 @@ def prepare(
     out = lambda matrix: _rows(matrix if by_copy_engine else d_y_ring, m, plan.weight_store)  # noqa: E731
     saved_gate, saved_up = (saved.gate_CI, saved.up_CI) if saved_tiles else (d_gate_ring, d_up_ring)
     addresses, own = memory.addresses, memory.own
-    per = dict(
-        PARTS=tasks.parts, GATE_UPS=tasks.gate_ups if recompute else 0, HIDDENS=tasks.hiddens, D_XS=tasks.d_xs, D_WEIGHTS=tasks.d_weights
-    )  # fmt: skip
-    groups = dict(
-        tokens_per_expert_ptr=rows.tokens_per_expert, table_ptr=table, expert_tile_ptr=expert_tile, num_local=num_local,
-        saved_tiles=saved_tiles, shared_tasks=tasks.shared, target=target, most=most, BLOCK_M=m, **per,
-    )  # fmt: skip
-    listing = dict(
-        list_ptr=tickets, table_ptr=table, tile_expert_ptr=rows.tile_expert, expert_tile_ptr=expert_tile,
-        routes_per_expert_ptr=rows.routes_per_expert, peer_rank_ptr=rows.peer_rank, saved_tiles=saved_tiles, HALF_TILES=half_tiles,
-        shared_tiles=triton.cdiv(tokens, m) if shared else 0, tokens=tokens, H=hidden, I=width, S=shared_width, ring=ring,
-        BLOCK_M=m, RUN_N=n * plan.run, SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs, BLOCK=BLOCK_TICKETS, **per,
-    )  # fmt: skip
     kernel: dict[str, object] = dict(
         d_y_ptr=d_y_TH, d_y_ptrs=addresses["d_y"], x_ptr=x_TH, x_ptrs=addresses["x"],
         weights_ptr=weights_TK, weights_ptrs=addresses["weights"],
         d_x_ptr=own["combine"], d_x_ptrs=addresses["combine"], d_weights_ptr=own["d_weights"], d_weights_ptrs=addresses["d_weights"],
         control_ptrs=addresses["control"], peer_rank_ptr=rows.peer_rank, peer_token_idx_ptr=rows.peer_token_idx,
-        expert_tile_ptr=expert_tile, table_ptr=table, list_ptr=tickets,
+        **order.tables,
         ring_d_y_ptr=d_y_ring, ring_x_ptr=x_ring, ring_weights_ptr=weights_ring, partial_ptr=partial, carry_ptr=carry,
         half_d_y_desc=half(d_y_ring), half_d_gate_up_desc=half(d_gate_ring, d_up_ring),
         ring_d_y_desc=a(d_y_ring), ring_d_gate_up_desc=a(d_gate_ring, d_up_ring), down_kn_desc=b(down_LHI),
@@ -262,8 +298,8 @@ def prepare(
         d_gate_weight_desc=out(to_experts[0]), d_up_weight_desc=out(to_experts[1]), d_down_weight_desc=out(to_experts[2]),
         d_gate_weight_ptr=to_experts[0], d_up_weight_ptr=to_experts[1], d_down_weight_ptr=to_experts[2],
         shared_d_gate_weight_ptr=to_shared[0], shared_d_up_weight_ptr=to_shared[1], shared_d_down_weight_ptr=to_shared[2],
-        shared_d_x_ptr=x_ring if shared_d_x is None else shared_d_x, signals_ptr=signals,
-        trace_ptr=trace_record(workspace, most_tasks, programs) if plan.trace else tickets,
+        shared_d_x_ptr=x_ring if shared_d_x is None else shared_d_x, signals_ptr=order.signals,
+        trace_ptr=trace_record(workspace, order.most_tasks, programs) if plan.trace else order.signals,
         rank=memory.rank, max_tiles=tiles, num_local=num_local, tokens=tokens, saved_tiles=saved_tiles,
         limit=math.inf if clamp is None else float(clamp), shared_limit=math.inf if shared_clamp is None else float(shared_clamp),
         wait_limit=workspace.limit,
@@ -272,7 +308,7 @@ def prepare(
         NEED_WEIGHTS=needs.weights, NEED_EXPERTS=needs.experts, NEED_SHARED=needs.shared and bool(shared),
         RUN=plan.run, ring=ring, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, SLICE=s, BLOCK_H=min(plan.block_h, triton.next_power_of_2(hidden)),
         THREADS=32 * plan.num_warps, SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs,
-        TRACE=plan.trace, **per,
+        TRACE=plan.trace, **{**order.per, "PARTS": max(tasks.parts, 1)},  # without pulls their code is compiled all the same
     )  # fmt: skip
     of_gate_and_up = dict.fromkeys(("ring_x_desc", "gate_desc", "up_desc"))
     if recompute:
@@ -295,7 +331,7 @@ def prepare(
         )  # fmt: skip
     kernel |= {**of_gate_and_up, **of_shared}
     return Call(
-        groups, listing, kernel, signals, None if main_grads else expert_grads, None if shared_main_grads else shared_grads, shared_d_x
+        order, kernel, None if main_grads else expert_grads, None if shared_main_grads else shared_grads, shared_d_x
     )  # fmt: skip
 
 
@@ -332,9 +368,7 @@ def backward(
     call = prepare(
         workspace, rows, saved, d_y_TH, x_TH, weights_TK, gate_LIH, up_LIH, down_LHI, needs=needs, plan=plan, **options
     )  # fmt: skip
-    call.signals.zero_()
-    plan_kernel[(1,)](**call.plan, num_warps=1)
-    list_kernel[(workspace.num_sms,)](**call.tasks)
+    call.order.write(workspace.num_sms)
     workspace.barrier()
     programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
     backward_kernel[(programs,)](**call.kernel, num_warps=plan.num_warps, num_stages=plan.num_stages, enable_fp_fusion=False)

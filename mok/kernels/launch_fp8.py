@@ -103,8 +103,11 @@ def run(
     workspace.barrier()
     term = shared_out if term_TH is None else term_TH
     out = combine(workspace.memory.own["combine"], ids_TK, weights_TK, num_experts, term, shared_scale_T)
-    if saved and shared_saved:
-        saved = dataclasses.replace(saved, shared_gate_TS=shared_saved.shared_gate_TS, shared_up_TS=shared_saved.shared_up_TS)
+    if saved:
+        shared_gate, shared_up = (x_TH.new_empty(x_TH.shape[0], 8) for _ in range(2))  # as in bf16, where there are none
+        if shared_saved:
+            shared_gate, shared_up = shared_saved.shared_gate_TS, shared_saved.shared_up_TS
+        saved = dataclasses.replace(saved, shared_gate_TS=shared_gate, shared_up_TS=shared_up)
     return out, saved
 
 

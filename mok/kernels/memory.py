@@ -61,6 +61,20 @@ def quantized_regions(max_tokens: int, hidden: int, block: Block = FP8_ROW) -> l
     ]
 
 
+def quantized_backward_regions(max_tokens: int, hidden: int, num_experts: int, top_k: int, ranks: int) -> list[Region]:
+    """`backward_regions` with x and dY as blockwise FP8. The dY of `backward_regions` has no rows."""
+    slots = max_tokens * top_k
+    return [
+        *regions(max_tokens, hidden, num_experts, top_k, ranks),
+        *quantized_regions(max_tokens, hidden),
+        Region("d_y_e4m3", (max_tokens, hidden), torch.uint8),
+        Region("d_y_scale", scale_shape((max_tokens, hidden), FP8_ROW), torch.uint8),
+        Region("weights", (slots,), torch.float32),
+        Region("d_weights", (slots,), torch.float32),
+        Region("d_y", (0, hidden), torch.bfloat16),
+    ]
+
+
 @dataclass
 class PeerMemory:
     """One rank's view: its own regions as tensors, and `addresses[name]`, int64 [R] on the device, the region's address on every rank."""

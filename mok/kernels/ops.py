@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,14 +24,14 @@ import triton.language as tl
 from torch import Tensor
 
 from mok.config import TILE_M
-from mok.kernels import launch, launch_backward, launch_fp8, launch_mxfp8, memory
+from mok.kernels import launch, launch_backward, launch_backward_fp8, launch_fp8, launch_mxfp8, memory
 from mok.kernels.forward import forward_kernel
 from mok.kernels.launch import ForwardPlan, Saved, Workspace
 from mok.kernels.launch_backward import BackwardPlan, Needs
 from mok.kernels.launch_fp8 import QuantizedExperts
 from mok.kernels.schedule import DeviceSchedule, max_tiles, schedule_sizes
 from mok.kernels.signals import peer_address
-from mok.quantize import Precision, Recipe
+from mok.quantize import MX_ROW, Precision
 from mok.schedule import local_experts
 from mok.tune import Choice, Key, tuned
 
@@ -48,7 +47,7 @@ def make_workspace(
     num_sms: int, precision: Precision = "bf16",
 ) -> Workspace:  # fmt: skip
     """Memory for forward and backward of at most `tokens` tokens of any rank (ranks may differ) and up to num_experts experts; collective.
-    precision: other than bf16 for a forward with experts in this format.
+    precision: of the routed experts; "mxfp8" has a forward only.
 
     Raises:
         ValueError: ranks that disagree on H, K or E; the same on every rank.
@@ -64,16 +63,14 @@ def make_workspace(
                 listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
                 raise ValueError(f"{name} must be equal on all ranks of the group ({listed})")
     most = max(shape[0] for shape in everyone)
-    if precision != "bf16":
-        layout = [
-            *memory.regions(most, hidden, num_experts, top_k, len(everyone)),
-            *memory.quantized_regions(most, hidden, Recipe(precision).row),
-        ]
+    shape = (most, hidden, num_experts, top_k, len(everyone))
+    if precision == "mxfp8":
+        layout = [*memory.regions(*shape), *memory.quantized_regions(most, hidden, MX_ROW)]
     else:
-        layout = memory.backward_regions(most, hidden, num_experts, top_k, len(everyone))
+        layout = (memory.quantized_backward_regions if precision == "fp8" else memory.backward_regions)(*shape)
     with _on(device):
         view = memory.virtual_memory(layout, 1, device)[0] if alone else memory.symmetric_memory(layout, group, device)
-        workspace = Workspace(view, most, hidden, top_k, device, timeout_s, num_sms)
+        workspace = Workspace(view, most, hidden, top_k, device, timeout_s, num_sms, precision=precision)
     workspace.number = len(_numbers)
     _numbers[workspace.number] = weakref.ref(workspace)
     return workspace
@@ -114,16 +111,19 @@ def plan_of(num_sms: int, minibatch: int, macrobatch: int) -> list[int]:
 
 
 @functools.cache
-def _choice(device: torch.device, tokens: int, hidden: int, width: int, num_experts: int, top_k: int, ranks: int, num_sms: int) -> Choice:
+def _choice(
+    device: torch.device, tokens: int, hidden: int, width: int, num_experts: int, top_k: int, ranks: int, precision: str, num_sms: int
+) -> Choice:  # fmt: skip
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return tuned(Key(gpu, tokens, hidden, width, num_experts, top_k, ranks), num_sms)
+    return tuned(Key(gpu, tokens, hidden, width, num_experts, top_k, ranks, precision), num_sms)
 
 
 def plans(inner: Workspace, plan: list[int], width: int, num_experts: int) -> tuple[ForwardPlan, BackwardPlan]:
     """How to cut a layer of this width: as `mok.tune.tuned` has it for the workspace's shape, within the plan. Files are read once."""
     num_sms, most_tiles, ring_tiles = plan
     size = inner.memory.size
-    choice = _choice(inner.device, inner.max_tokens, inner.hidden, width, num_experts, inner.top_k, size, num_sms or inner.num_sms)
+    shape = (inner.max_tokens, inner.hidden, width, num_experts, inner.top_k, size, inner.precision)
+    choice = _choice(inner.device, *shape, num_sms or inner.num_sms)
     forward = ForwardPlan(**{**choice.forward, "num_sms": num_sms, "ring_tiles": ring_tiles})
     forward = dataclasses.replace(forward, minibatch_tiles=min(forward.minibatch_tiles, most_tiles))
     return forward, BackwardPlan(**{**choice.backward, "num_sms": num_sms, "ring_tiles": ring_tiles})
@@ -219,11 +219,18 @@ def gpu_forward(
     cut, _ = plans(inner, plan, gate.shape[1], num_experts)
     shared_out = torch.empty_like(x) if shared_scale is not None and saved_rows >= 0 else None
     with _turn(inner):
-        out, saved = launch.forward(
-            inner, rows, ids, weights, x, gate, up, down, num_experts, shared=_three(shared_gate, shared_up, shared_down), clamp=clamp,
-            shared_clamp=shared_clamp, shared_scale_T=shared_scale, saved_rows=max(saved_rows, 0), save=saved_rows >= 0, plan=cut,
-            shared_out_TH=shared_out, term_TH=term,
+        options = dict(
+            shared=_three(shared_gate, shared_up, shared_down), clamp=clamp, shared_clamp=shared_clamp, shared_scale_T=shared_scale,
+            saved_rows=max(saved_rows, 0), save=saved_rows >= 0, plan=cut, shared_out_TH=shared_out, term_TH=term,
         )  # fmt: skip
+        if inner.precision == "fp8":
+            experts = QuantizedExperts.of(gate, up, down)
+            out, saved = launch_fp8.forward(inner, rows, ids, weights, x, experts, num_experts, **options)
+        elif inner.precision == "mxfp8":
+            numbers = launch_mxfp8.experts_for(inner.device, gate, up, down)
+            out, saved = launch_mxfp8.forward(inner, rows, ids, weights, x, numbers, num_experts, **options)
+        else:
+            out, saved = launch.forward(inner, rows, ids, weights, x, gate, up, down, num_experts, **options)
     kept = [x.new_empty(0) for _ in range(KEPT - 1)] if saved is None else list(vars(saved).values())
     return [out, *kept, x.new_empty(0) if shared_out is None else shared_out, *made]
 
@@ -237,50 +244,6 @@ def _(x, ids, weights, gate, up, down, shared_gate, shared_up, shared_down, shar
         kept = [(saved_rows, gate.shape[1])] * 2 + [(x.shape[0], shared_width)] * 2 + [(0,) if shared_scale is None else x.shape]
     made = [] if schedule else fake_schedule(workspace_of(workspace), ids, num_experts)
     return [x.new_empty(x.shape), *(x.new_empty(shape) for shape in kept), *made]
-
-
-@torch.library.custom_op("mok::gpu_forward_quantized", mutates_args=())
-def gpu_forward_quantized(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    down: Tensor,
-    shared_gate: Tensor | None,
-    shared_up: Tensor | None,
-    shared_down: Tensor | None,
-    shared_scale: Tensor | None,
-    term: Tensor | None,
-    workspace: int,
-    num_experts: int,
-    clamp: float | None,
-    shared_clamp: float | None,
-    plan: list[int],
-    precision: str,
-) -> tuple[Tensor, Tensor]:
-    """out [T, H] and the group's routes, int64 [E], with the routed experts (given in bf16) in "fp8" or "mxfp8". It has no backward."""
-    inner, x = workspace_of(workspace), _aligned(x)
-    *fields, routes = make_schedule(inner, ids, num_experts)
-    term = None if term is None else term.contiguous()
-    num_sms, most_tiles, ring_tiles = plan
-    cut = ForwardPlan(num_sms=num_sms, minibatch_tiles=min(ForwardPlan.minibatch_tiles, most_tiles), ring_tiles=ring_tiles)
-    call = (inner, DeviceSchedule(*fields), ids, weights, x)
-    options: dict[str, Any] = dict(
-        shared=_three(shared_gate, shared_up, shared_down), clamp=clamp, shared_clamp=shared_clamp, shared_scale_T=shared_scale, plan=cut,
-        term_TH=term,
-    )  # fmt: skip
-    with _turn(inner):
-        if precision == "fp8":
-            out, _ = launch_fp8.forward(*call, QuantizedExperts.of(gate, up, down), num_experts, **options)
-        else:
-            out, _ = launch_mxfp8.forward(*call, launch_mxfp8.experts_for(inner.device, gate, up, down), num_experts, **options)
-    return out, routes
-
-
-@gpu_forward_quantized.register_fake
-def _(x, ids, weights, gate, up, down, shared_gate, shared_up, shared_down, shared_scale, term, workspace, num_experts, *rest):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape), ids.new_empty(num_experts, dtype=torch.int64)
 
 
 @torch.library.custom_op("mok::gpu_shared_gate_up", mutates_args=())
@@ -356,7 +319,8 @@ def gpu_backward(
         shared_d_y = None
         if shared is not None:
             shared_d_y = d_out if shared_scale is None else (d_out.float() * shared_scale[:, None]).to(d_out.dtype)
-        got = launch_backward.backward(
+        backward = launch_backward_fp8.backward if inner.precision == "fp8" else launch_backward.backward
+        got = backward(
             inner, DeviceSchedule(*schedule), Saved(*kept[: KEPT - 1]), ids, d_out, x, weights, gate, up, down, num_experts, needs,
             plans(inner, plan, gate.shape[1], num_experts)[1], shared=shared, clamp=clamp, shared_clamp=shared_clamp,
             shared_d_y_TH=shared_d_y, main_grads=tuple(main_grads) or None, shared_main_grads=tuple(shared_main_grads) or None,

@@ -114,12 +114,16 @@ def snapped_tile(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.reshape(blocks * tl.expand_dims(tl.expand_dims(scale_of(codes), 1), 3), (M, N))
 
 
-@triton.jit(do_not_specialize=["M"])  # one compilation for any number of tokens
+@triton.jit(do_not_specialize=["M", "least"])  # one compilation for any number of tokens
 def quantize_kernel(
-    x_ptr, values_ptr, scale_ptr, M, N, x_expert, x_row, x_column,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TCGEN05: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    x_ptr, values_ptr, scale_ptr, count_ptr, M, N, x_expert, x_row, x_column, least,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TCGEN05: tl.constexpr, ALIGNED: tl.constexpr, COUNTED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one expert. TCGEN05: scales in that layout, see `mok.quantize.to_tcgen05`. ALIGNED: M is a multiple of 16."""
+    """One tile of one expert. TCGEN05: scales in that layout, see `mok.quantize.to_tcgen05`. ALIGNED: M is a multiple of 16. COUNTED: do
+    nothing if the number at count_ptr is less than `least`."""
+    if COUNTED:
+        if tl.load(count_ptr) < least:
+            return
     if ALIGNED:
         M = M // 16 * 16
     down, across = tl.cdiv(M, TILE), tl.cdiv(N, TILE)
@@ -142,28 +146,32 @@ def quantize_kernel(
         tl.store(here, codes, mask=(r < per_column)[:, None] & (b < per_row)[None, :])
 
 
-def quantize(x: Tensor, block: Block, tcgen05: bool = False) -> Quantized:
+def quantize(x: Tensor, block: Block, tcgen05: bool = False, count: Tensor | None = None, least: int = 0) -> Quantized:
     """`mok.quantize.quantize` of x [..., M, N], bf16 or fp32 with any strides. tcgen05: the scale as `to_tcgen05` gives it, for MX_ROW.
 
-    A transposed copy in blocks along the contraction is quantize(x.mT, MX_ROW).
+    A transposed copy in blocks along the contraction is quantize(x.mT, MX_ROW). count: int32 [1], on the device; where it is less than
+    `least` nothing is written.
     """
     if tcgen05 and block != MX_ROW:
         raise ValueError(f"block={block}: must be {MX_ROW} for scales in the layout of tcgen05")
     tiles = math.prod(x.shape[:-2]) * triton.cdiv(x.shape[-2], TILE)
     shape = (tiles, triton.cdiv(x.shape[-1], TILE), 32, 16) if tcgen05 else scale_shape(x.shape, block)
     values = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    return quantize_into(x, block, values, torch.empty(shape, dtype=torch.uint8, device=x.device), tcgen05)
+    return quantize_into(x, block, values, torch.empty(shape, dtype=torch.uint8, device=x.device), tcgen05, count, least)
 
 
-def quantize_into(x: Tensor, block: Block, values: Tensor, scale: Tensor, tcgen05: bool = False) -> Quantized:
+def quantize_into(
+    x: Tensor, block: Block, values: Tensor, scale: Tensor, tcgen05: bool = False, count: Tensor | None = None, least: int = 0
+) -> Quantized:  # fmt: skip
     """The same into given memory, uint8 and contiguous."""
     x_EMN = x.detach()[None] if x.dim() == 2 else x.detach().flatten(0, -3)
     experts, rows, columns = x_EMN.shape
     between = x_EMN.stride(0) if experts > 1 else 0  # which the number of tokens would move beyond 32 bits
     if values.numel():
         quantize_kernel[(experts * triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE),)](
-            x_EMN, values, scale, rows, columns, between, *x_EMN.stride()[1:],
-            ROWS=block[0], COLUMNS=block[1], TCGEN05=tcgen05, ALIGNED=x_EMN.stride(1) == 1 and rows % 16 == 0, TILE=TILE, num_warps=8,
+            x_EMN, values, scale, scale if count is None else count, rows, columns, between, *x_EMN.stride()[1:], least,
+            ROWS=block[0], COLUMNS=block[1], TCGEN05=tcgen05, ALIGNED=x_EMN.stride(1) == 1 and rows % 16 == 0, COUNTED=count is not None,
+            TILE=TILE, num_warps=8,
         )  # fmt: skip
     return Quantized(values.view(E4M3), scale)
 

@@ -1,7 +1,7 @@
 """Two small forwards and backwards of one rank for a memory checker:
 
-    python tests/gpu/sanitize.py RESULTS
-    compute-sanitizer --tool memcheck|racecheck python tests/gpu/sanitize.py RESULTS
+    python tests/gpu/sanitize.py bf16|fp8 RESULTS
+    compute-sanitizer --tool memcheck|racecheck python tests/gpu/sanitize.py bf16|fp8 RESULTS
 
 The first compiles the kernels, compares with fp64 and saves what they gave; the second must give the same bits. Without RESULTS nothing is
 saved. PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives every tensor an allocation of its own, whose bounds are then watched.
@@ -19,20 +19,22 @@ sys.path[:0] = [HERE, os.path.dirname(HERE), os.path.dirname(os.path.dirname(HER
 
 import torch
 from virtual import Problem
-from virtual_backward import Group, assert_near, expected, make_d_y
+from virtual_backward import Fp8Group, Group, assert_near, expected, make_d_y
 
 from mok.kernels.launch import ForwardPlan
 from mok.kernels.launch_backward import BackwardPlan
+from mok.quantize import Recipe
 
 PLANS = dict(plan=BackwardPlan(num_sms=6, ring_tiles=2), forward_plan=ForwardPlan(num_sms=6, minibatch_tiles=1, ring_tiles=2))
 SAVED_ROWS = 128  # the others are recomputed
 
 
-def run(problem: Problem, d_y: torch.Tensor) -> dict[str, torch.Tensor]:
-    return Group(problem, d_y, 1, saved_rows=SAVED_ROWS, **PLANS).run()
+def run(problem: Problem, d_y: torch.Tensor, precision: str) -> dict[str, torch.Tensor]:
+    group = Fp8Group if precision == "fp8" else Group
+    return group(problem, d_y, 1, saved_rows=SAVED_ROWS, **PLANS).run()
 
 
-def main(results: str | None) -> None:
+def main(precision: str, results: str | None) -> None:
     """Widths that no tile divides with a shared expert and clamps, then widths of whole tiles; each expert has more rows than the ring."""
     problems = [
         Problem(300, 272, 144, 2, 2, masked=0.2, shared_width=96, clamp=8.0, shared_clamp=6.0),
@@ -42,11 +44,14 @@ def main(results: str | None) -> None:
     known = torch.load(results) if saved else []
     for i, problem in enumerate(problems):
         d_y = make_d_y(problem)
-        got = {name: value.cpu() for name, value in run(problem, d_y).items()}
+        got = {name: value.cpu() for name, value in run(problem, d_y, precision).items()}
         if saved:
-            assert all(torch.equal(value, known[i][name]) for name, value in got.items())
+            assert all(torch.equal(got[name], value) for name, value in known[i].items())
         else:
-            assert_near(got, {name: value.cpu() for name, value in expected(problem, d_y).items()})
+            want = {name: value.cpu() for name, value in expected(problem, d_y, Recipe(precision)).items()}
+            if precision == "fp8":
+                del got["out"]  # its definition has no recipe
+            assert_near(got, want, 2e-2 if precision == "fp8" else 8e-3)
             known.append(got)
     if results is not None and not saved:
         torch.save(known, results)
@@ -54,4 +59,4 @@ def main(results: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)

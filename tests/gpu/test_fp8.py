@@ -297,7 +297,7 @@ def test_both_forms_of_mxfp8_agree():
 @pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
 @pytest.mark.parametrize("shared", [0, 1])
 def test_the_layer_without_gradients(shared, precision):
-    """mok.MoE and mok.moe against the CPU's; compiled it has the same bits; with gradients it says that it has no backward."""
+    """mok.MoE and mok.moe against the CPU's; compiled it has the same bits."""
     config = mok.MoEConfig(hidden_size=272, intermediate_size=144, num_experts=6, top_k=2, num_shared_experts=shared)
     torch.manual_seed(0)
     layer = mok.MoE(config, precision=precision, dtype=torch.bfloat16)
@@ -310,5 +310,6 @@ def test_the_layer_without_gradients(shared, precision):
         close = (out.float().cpu() - want.float()).norm(dim=1) / want.float().norm(dim=1)
         assert (close < 8e-2).float().mean() > 0.97  # a router's tie may fall the other way
         assert torch.equal(torch.compile(device, fullgraph=True)(x.cuda()), out)
-    with pytest.raises(ValueError, match=f"precision='{precision}': has no backward on a GPU yet"):
-        device(x.cuda())
+    if precision == "mxfp8":
+        with pytest.raises(ValueError, match="precision='mxfp8': has no backward on a GPU yet"):
+            device(x.cuda())

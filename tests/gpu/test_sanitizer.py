@@ -28,9 +28,10 @@ def run(line: list[str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.skipif(TOOL is None, reason="needs compute-sanitizer")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_no_errors(tool, tmp_path):
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_no_errors(precision, tool, tmp_path):
     """memcheck must find nothing. Of racecheck errors count; it also warns of accesses that only the copy engine's barriers order."""
-    program = [sys.executable, str(SCRIPT), str(tmp_path / "results.pt")]
+    program = [sys.executable, str(SCRIPT), precision, str(tmp_path / "results.pt")]
     plain = run(program)
     assert plain.returncode == 0 and plain.stdout.endswith("near fp64\n"), plain.stdout + plain.stderr
     options = ["--error-exitcode", "9", "--report-api-errors", "no"] if tool == "memcheck" else []

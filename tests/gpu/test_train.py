@@ -54,6 +54,13 @@ def whole(tmp_path_factory, text) -> tuple[Path, str]:
     return run, train.digest(train.Checkpoint.load(train.checkpoints(run / "checkpoints")[-1]).model)
 
 
+def test_in_fp8_it_learns_with_the_same_digest_for_other_knobs(text, tmp_path, capsys):
+    one = digest(capsys, tmp_path / "one", text=text, precision="fp8")
+    assert digest(capsys, tmp_path / "other", text=text, precision="fp8", minibatch=128, macrobatch=256, saved_rows=0) == one
+    loss = losses(tmp_path / "one")
+    assert sum(loss[-8:]) / 8 < loss[0] - 0.5
+
+
 def test_the_same_digest_twice_and_for_other_knobs(whole, text, tmp_path, capsys):
     assert digest(capsys, tmp_path / "again", text=text) == whole[1]
     assert digest(capsys, tmp_path / "knobs", text=text, minibatch=128, macrobatch=256, saved_rows=0, eval_every=7) == whole[1]

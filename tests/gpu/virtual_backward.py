@@ -11,9 +11,11 @@ from torch import Tensor
 from virtual import DEVICE, Problem, assert_close, deal, poison, poison_workspace
 
 from mok import schedule as host_schedule
-from mok.kernels import launch, launch_backward, memory
+from mok.kernels import launch, launch_backward, launch_backward_fp8, launch_fp8, memory
 from mok.kernels.launch import ForwardPlan, Workspace
 from mok.kernels.launch_backward import BackwardPlan, Gradients, Needs
+from mok.kernels.launch_fp8 import QuantizedExperts
+from mok.quantize import UNQUANTIZED, Recipe
 
 NAMES = ("gate", "up", "down")
 
@@ -32,10 +34,13 @@ def many_rows() -> tuple[Problem, torch.Tensor]:
     return problem, make_d_y(problem)
 
 
-def _swiglu_gradients(x, d_y, w, gate_w, up_w, down_w, clamp):
-    """fp64 gradients of w * expert(x): d_x, d_w, and of the three weights; gate, up, h and d_gate, d_up, w h rounded as the layer does."""
+def _swiglu_gradients(x, d_y, w, gate_w, up_w, down_w, clamp, recipe=UNQUANTIZED):
+    """fp64 gradients of w * expert(x): d_x, d_w, and of the three weights; gate, up, h and d_gate, d_up, w h rounded as the layer does.
+
+    x and d_y as they were published.
+    """
     rounded = lambda t: t.bfloat16().double()  # noqa: E731
-    gate_w, up_w, down_w = gate_w.double(), up_w.double(), down_w.double()
+    gate_w, up_w, down_w = (recipe.weight(weight.float(), -1).double() for weight in (gate_w, up_w, down_w))
     gate, up = rounded(x @ gate_w.T), rounded(x @ up_w.T)
     g, u = (gate, up) if clamp is None else (gate.clamp(max=clamp), up.clamp(-clamp, clamp))
     s = torch.sigmoid(g)
@@ -47,21 +52,27 @@ def _swiglu_gradients(x, d_y, w, gate_w, up_w, down_w, clamp):
     if clamp is not None:
         d_gate, d_up = torch.where(gate > clamp, 0, d_gate), torch.where(up.abs() > clamp, 0, d_up)
     d_gate, d_up = rounded(d_gate), rounded(d_up)
-    return d_gate @ gate_w + d_up @ up_w, d_w, d_gate.T @ x, d_up.T @ x, d_y.T @ rounded(h * w[:, None])
+    of_x = [recipe.rows(d.float()).double() for d in (d_gate, d_up)]
+    return of_x[0] @ gate_w + of_x[1] @ up_w, d_w, d_gate.T @ x, d_up.T @ x, d_y.T @ rounded(h * w[:, None])
 
 
-def expected(problem: Problem, d_y: Tensor) -> dict[str, Tensor]:
-    """The output without any rounding, and the gradients; those of weights kept in fp32, as they are large."""
+def expected(problem: Problem, d_y: Tensor, recipe: Recipe = UNQUANTIZED) -> dict[str, Tensor]:
+    """The output without any rounding, and the gradients; those of weights kept in fp32, as they are large.
+
+    The output is that without a recipe.
+    """
     p, x, dy = problem, problem.x_TH.double(), d_y.double()
     d_x, d_weights = torch.zeros_like(x), torch.zeros(p.ids_TK.shape, dtype=torch.float64, device=DEVICE)
     out = {name: torch.zeros(w.shape, device=DEVICE) for name, w in zip(NAMES, (p.gate, p.up, p.down), strict=True)}
     if p.shared:
         d_x, _, *shared = _swiglu_gradients(x, dy, torch.ones_like(x[:, 0]), *p.shared, p.shared_clamp)
         out |= {f"shared {name}": grad.float() for name, grad in zip(NAMES, shared, strict=True)}
+    x, dy = (recipe.rows(published.float()).double() for published in (problem.x_TH, d_y))
     for e in range(p.experts):
         token, k = (p.ids_TK == e).nonzero(as_tuple=True)
         if len(token):
-            dx, dw, *grads = _swiglu_gradients(x[token], dy[token], p.weights_TK[token, k].double(), p.gate[e], p.up[e], p.down[e], p.clamp)
+            weights = (p.gate[e], p.up[e], p.down[e])
+            dx, dw, *grads = _swiglu_gradients(x[token], dy[token], p.weights_TK[token, k].double(), *weights, p.clamp, recipe)
             d_x.index_add_(0, token, dx)
             d_weights[token, k] = dw
             for name, grad in zip(NAMES, grads, strict=True):
@@ -95,6 +106,10 @@ Results = tuple[Tensor, Gradients]
 class Group:
     """R virtual ranks with uneven shares of the tokens; one process, one stream each, so that they really run at the same time."""
 
+    regions = staticmethod(memory.backward_regions)
+    forward = staticmethod(launch.forward)
+    backward = staticmethod(launch_backward.backward)
+
     def __init__(
         self, problem: Problem, d_y: Tensor, ranks: int, plan: BackwardPlan | None = None, needs: Needs | None = None,
         saved_rows: int = 1 << 20, mains: dict[str, Tensor] | None = None, timeout_s: float = 20.0,
@@ -108,7 +123,7 @@ class Group:
         self.parts = [slice(a, b) for a, b in itertools.pairwise(cuts or deal(problem.x_TH.shape[0], ranks))]
         most = max(p.stop - p.start for p in self.parts)
         self.saved_rows = min(saved_rows, ranks * most * problem.top_k + 128 * problem.experts)
-        layout = memory.backward_regions(most, problem.hidden, problem.experts, problem.top_k, ranks)
+        layout = self.regions(most, problem.hidden, problem.experts, problem.top_k, ranks)
         self.workspaces = [
             Workspace(view, most, problem.hidden, problem.top_k, DEVICE, timeout_s) for view in memory.virtual_memory(layout, ranks, DEVICE)
         ]
@@ -127,7 +142,7 @@ class Group:
         before()
         rows = launch.schedule(workspace, ids, p.experts)
         before()
-        out, saved = launch.forward(
+        out, saved = self.forward(
             workspace, rows, ids, weights, x, *experts, p.experts, shared=p.shared, clamp=p.clamp, shared_clamp=p.shared_clamp, save=True,
             saved_rows=self.saved_rows, plan=self.forward_plan,
         )  # fmt: skip
@@ -136,7 +151,7 @@ class Group:
         if self.mains is not None:
             sums = {name: m.clone() if workspace.warming else m for name, m in self.mains.items()}
             mains = [tuple(sums[prefix + name] for name in NAMES) for prefix in ("", "shared ")]
-        gradients = launch_backward.backward(
+        gradients = self.backward(
             workspace, rows, saved, ids, d_y, x, weights, *experts, p.experts, needs=self.needs, plan=self.plan, shared=p.shared,
             clamp=p.clamp, shared_clamp=p.shared_clamp, main_grads=mains and tuple(m[mine] for m in mains[0]),
             shared_main_grads=mains and mains[1],
@@ -185,3 +200,14 @@ class Group:
         for workspace in self.workspaces:
             workspace.check()
         return self.named(results)
+
+
+class Fp8Group(Group):
+    """Virtual ranks with the routed experts in FP8."""
+
+    regions = staticmethod(memory.quantized_backward_regions)
+    backward = staticmethod(launch_backward_fp8.backward)
+
+    @staticmethod
+    def forward(workspace, rows, ids, weights, x, gate, up, down, num_experts, **options):
+        return launch_fp8.forward(workspace, rows, ids, weights, x, QuantizedExperts.of(gate, up, down), num_experts, **options)
