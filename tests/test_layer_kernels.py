@@ -128,7 +128,7 @@ def compare(name: str) -> None:
         shared = tuple(leaves[key] for key in ("shared_gate", "shared_up", "shared_down")) if shared_width else None
         return autograd.layer(
             leaves["x"], ids, leaves["weights"], experts, shared, leaves.get("scale"), leaves.get("term"), mains[:3], mains[3:],
-            num_experts, clamp, None, None, tuning, precision == "fp8",
+            num_experts, clamp, None, None, tuning, precision,
         )  # fmt: skip
 
     if gated:

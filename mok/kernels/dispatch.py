@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mok.kernels.experts import rounded_pairs
 from mok.kernels.quantize import e4m3_to_fp32, scale_of
 from mok.kernels.signals import peer_address
 
@@ -112,10 +113,15 @@ def pull_scales(
 
 
 @triton.jit
-def widened_part(values, codes, HIGH: tl.constexpr, BLOCK_H: tl.constexpr):
-    """E4M3 bits [HIGH, BLOCK_H] with codes [HIGH, BLOCK_H / 32] -> bf16, exactly."""
-    blocks = tl.reshape(e4m3_to_fp32(values.to(tl.float8e4nv, bitcast=True)), (HIGH, BLOCK_H // 32, 32))
-    return tl.reshape(blocks * tl.expand_dims(scale_of(codes), 2), (HIGH, BLOCK_H)).to(tl.bfloat16)
+def widened_blocks(values, codes, BLOCK: tl.constexpr):
+    """E4M3 bits [M, N] and codes [M, N / BLOCK] -> bf16 [M, N], exactly, down to bf16's least number.
+
+    Example: 0x2A (0.3125) with code 129 -> 1.25.
+    """
+    M: tl.constexpr = values.shape[0]
+    N: tl.constexpr = values.shape[1]
+    blocks = tl.reshape(e4m3_to_fp32(values.to(tl.float8e4nv, bitcast=True)), (M, N // BLOCK, BLOCK))
+    return rounded_pairs(tl.reshape(blocks * tl.expand_dims(scale_of(codes), 2), (M, N)))
 
 
 @triton.jit
@@ -147,7 +153,7 @@ def pull_widened(
             ahead = ahead + (load_part(tokens[i // WIDE], live[i // WIDE], i % WIDE * BLOCK_H, H, BLOCK_H),)
             codes = codes + (load_part(scales[i // WIDE], live[i // WIDE], i % WIDE * (BLOCK_H // 32), BLOCKS, BLOCK_H // 32),)
         if i >= AHEAD:
-            part = widened_part(ahead[0], codes[0], HIGH, BLOCK_H)
+            part = widened_blocks(ahead[0], codes[0], 32)
             store_part(slots[(i - AHEAD) // WIDE], part, (i - AHEAD) % WIDE * BLOCK_H, H, BLOCK_H)
             ahead = ahead[1:]
             codes = codes[1:]
