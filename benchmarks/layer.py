@@ -1,4 +1,4 @@
-"""The forward of whole layers on one device: python benchmarks/layer.py --forward [--precision fp8] [--shapes fine] [--out FILE] [--help].
+"""The forward of whole layers on one device: python benchmarks/layer.py --forward [--precision mxfp8] [--shapes fine] [--out FILE].
 
 See mok/bench/layer.py; `mok bench layer` measures the backward and memory, too.
 """

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -405,12 +405,12 @@ def take(layer: GpuLayer, batch: Batch, directions: Sequence[str], changes: Chan
         plan = plan_with(kind, changes)
         return (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
 
-    suffix = "_kernel" if layer.quantized is None else "_fp8_kernel"
-    (_, kept), words, kernel_ns = traced(lambda: layer.forward(batch, "backward" in directions, changes), f"forward{suffix}")
+    (_, kept), words, kernel_ns = traced(lambda: layer.forward(batch, "backward" in directions, changes), layer.kernel)
     if "forward" in directions:
         lines.append(forward_timeline(workspace, words, programs(ForwardPlan), kernel_ns))
     if "backward" in directions:
-        _, words, kernel_ns = traced(lambda: layer.backward(batch, kept, changes), f"backward{suffix}")
+        kernel = "backward_kernel" if layer.transposed is None else "backward_fp8_kernel"
+        _, words, kernel_ns = traced(lambda: layer.backward(batch, kept, changes), kernel)
         lines.append(backward_timeline(workspace, words, programs(BackwardPlan), kernel_ns))
     return lines
 
@@ -450,7 +450,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mok trace", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shapes", default="qwen3-30b", help="one of `mok bench`'s")
     parser.add_argument("--direction", default="both", choices=("forward", "backward", "both"))
-    parser.add_argument("--precision", default="bf16", choices=("bf16", "fp8"), help="of the experts' products")
+    parser.add_argument(
+        "--precision", default="bf16", choices=get_args(Precision), help="of the experts' products; mxfp8 has a forward only"
+    )
     parser.add_argument("--ranks", type=int, default=1, help="processes, one GPU each; a launcher's number wins")
     parser.add_argument("--plan", type=json.loads, default={}, help="JSON: fields of ForwardPlan and BackwardPlan")
     parser.add_argument("--out", help="the Chrome trace to write")
@@ -464,6 +466,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if others:
         parser.error(f"--shapes={options.shapes}: one shape at a time")
+    if options.precision == "mxfp8" and options.direction != "forward":
+        parser.error("--precision=mxfp8: needs --direction forward")
     if options.png and not importlib.util.find_spec("matplotlib"):
         parser.error(f"--png={options.png}: needs matplotlib, which is not installed")
     if not torch.cuda.is_available():

@@ -19,13 +19,16 @@ from triton.compiler import ASTSource
 from mok.kernels.combine import combine_kernel
 from mok.kernels.forward import forward_kernel
 from mok.kernels.forward_fp8 import forward_fp8_kernel
+from mok.kernels.forward_mxfp8 import forward_mxfp8_kernel
 from mok.kernels.launch import ForwardPlan
+from mok.kernels.launch_mxfp8 import HOPPER_STAGES
 from mok.kernels.schedule import count_kernel, place_kernel, rows_kernel, scan_kernel
 from mok.kernels.signals import barrier_kernel
 from mok.kernels.tasks import tasks_kernel
 
 PLAN = ForwardPlan()
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+READABLE = (90, 100)  # the disassembler that comes with Triton 3.6 does not know sm_103
 BF16 = {"x_ptr", "combine_ptr", "ring_ptr", "shared_out_ptr", "y_ptr", "shared_ptr", "out_ptr"}
 INT64 = {"tasks_ptr", "ids_ptr", "trace_ptr"}
 FP8 = "BLOCK"  # a constant of the forward in FP8 alone
@@ -35,6 +38,11 @@ def argument_type(name: str, constants: dict[str, object]) -> str:
     m, n, k = PLAN.block_m, PLAN.block_n, PLAN.block_k
     if name in constants:
         return "constexpr"
+    if name.endswith("_desc") and "BLOCK_N" not in constants and FP8 not in constants:  # MXFP8
+        if name.endswith("_scale_desc"):
+            return f"tensordesc<u8[{1 if name[0] in 'xh' else 2}, 1, 1, 2, 256]>"
+        shape = f"{m}, {m}" if name.startswith(("save_", "ring_")) else f"2, {m}, {m}"
+        return f"tensordesc<{'bf16' if name.startswith('save_') else 'fp8e4nv'}[{shape}]>"
     if name.endswith("_desc") and FP8 in constants:
         rows = m // 2 if "half" in name else m
         return f"tensordesc<{'bf16' if name.startswith('save_') else 'fp8e4nv'}[{rows}, {constants[FP8]}]>"
@@ -46,6 +54,8 @@ def argument_type(name: str, constants: dict[str, object]) -> str:
         return f"tensordesc<bf16[{m}, {k}]>" if "x_desc" in name or "h_desc" in name else f"tensordesc<bf16[2, {n}, {k}]>"
     if name.endswith("_ptrs") or name in INT64:
         return "*i64"
+    if name == "x_ptr" and constants.get("MXFP8"):
+        return "*u8"
     if name in BF16:
         return "*bf16"
     if name in ("weights_ptr", "shared_scale_ptr"):
@@ -92,13 +102,15 @@ def unfinished_stores(ptx: str) -> int:
 
 def local_accesses_among_products(sass: str) -> int:
     """Loads and stores of local memory (spilled registers) in the loops that hold the tensor cores' instructions: for each of these the
-    shortest stretch around it from the target of a branch that leads back to this branch."""
+    shortest stretch around it from the target of a branch that leads back to this branch, unless another one's lies within it (the first
+    step of a loop may stand before it)."""
     lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
-    branches = [(at, re.search(r"\bBRA (?:\S+, )?0x([0-9a-f]+)", text)) for at, text in lines]
+    branches = [(at, re.search(r"\bBRA(?:\.\w+)* (?:\S+, )?0x([0-9a-f]+)", text)) for at, text in lines]
     back = [(int(to[1], 16), at) for at, to in branches if to and int(to[1], 16) <= at]
-    products = [at for at, text in lines if "GMMA" in text]
+    products = [at for at, text in lines if re.search(r"GMMA|UTC\w*MMA", text)]
     loops = {min(((end - start, start, end) for start, end in back if start <= at <= end), default=None) for at in products}
     assert loops and None not in loops, "products outside of any loop"
+    loops = {a for a in loops if not any(a != b and a[1] <= b[1] and b[2] <= a[2] for b in loops)}
     return sum("LDL" in text or "STL" in text for at, text in lines for _, start, end in loops if start <= at <= end)
 
 
@@ -112,13 +124,16 @@ def compile_one(kernel, arch: int, constants: dict[str, object], num_warps: int 
         file.write(made.asm["cubin"])
         file.flush()
         usage = subprocess.run([str(CUOBJDUMP), "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
-        sass = subprocess.run([str(CUOBJDUMP), "--dump-sass", file.name], capture_output=True, text=True).stdout if arch == 90 else ""
+        sass = subprocess.run([str(CUOBJDUMP), "--dump-sass", file.name], capture_output=True, text=True).stdout
     return dict(
         name=kernel.__name__, shared=made.metadata.shared, stack=int(re.search(r"STACK:(\d+)", usage)[1]),
         registers=int(re.search(r"REG:(\d+)", usage)[1]),
         tensor_core=ptx.count("wgmma.mma_async" if arch == 90 else "tcgen05.mma"),
+        unscaled=len(re.findall(r"tcgen05\.mma\.(?!\S*block_scale)", ptx)),
+        full_waits=sass.count("DEPBAR.LE gsb0, 0x0"),
         e4m3=len(re.findall(r"wgmma\.mma_async\S*\.e4m3\.e4m3", ptx)),
-        local_in_loop=local_accesses_among_products(sass) if "GMMA" in sass else 0,
+        local_in_loop=local_accesses_among_products(sass) if arch in READABLE and re.search(r"wgmma|tcgen05\.mma", ptx) else 0,
+        scaled=len(re.findall(r"tcgen05\.mma\S*block_scale", ptx)), code_copies=ptx.count("tcgen05.cp."),
         copy_engine=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
         serialized=len(re.findall(r"HGMMA[^\n]*gsb0 ;[^\n]*\n(?:[^\n]*\n){0,2}[^\n]*WARPGROUP\.DEPBAR\.LE gsb0, 0x0", sass)),
         single_conversions=sass.count("F2F.BF16"),
@@ -127,11 +142,11 @@ def compile_one(kernel, arch: int, constants: dict[str, object], num_warps: int 
     )  # fmt: skip
 
 
-def forward(arch: int, hidden=7168, width=2048, shared=0, ranks=1, save=False) -> list[dict[str, object]]:
+def forward(arch: int, hidden=7168, width=2048, shared=0, ranks=1, save=False, mxfp8=False) -> list[dict[str, object]]:
     constants = dict(
         H=hidden, I=width, S=shared, K=8, R=ranks, CLAMP=save, SHARED_CLAMP=save, SAVE=save, PARTS=PLAN.parts,
         BLOCK_M=PLAN.block_m, BLOCK_N=PLAN.block_n, BLOCK_K=PLAN.block_k, BLOCK_H=PLAN.block_h, THREADS=32 * PLAN.num_warps,
-        TRACE=False,
+        MXFP8=mxfp8, TRACE=False,
     )  # fmt: skip
     return [compile_one(forward_kernel, arch, constants, PLAN.num_warps, PLAN.num_stages)]
 
@@ -142,6 +157,14 @@ def forward_fp8(arch: int, hidden=7168, width=2048, ranks=1, save=False) -> list
         THREADS=32 * PLAN.num_warps, TRACE=False,
     )  # fmt: skip
     return [compile_one(forward_fp8_kernel, arch, constants, PLAN.num_warps, PLAN.num_stages)]
+
+
+def forward_mxfp8(arch: int, hidden=7168, width=2048, ranks=1, save=False) -> list[dict[str, object]]:
+    constants = dict(
+        H=hidden, I=width, K=8, R=ranks, CLAMP=save, SAVE=save, PARTS=PLAN.parts, BLOCK_M=PLAN.block_m, BLOCK_H=PLAN.block_h,
+        THREADS=32 * PLAN.num_warps, TRACE=False,
+    )  # fmt: skip
+    return [compile_one(forward_mxfp8_kernel, arch, constants, PLAN.num_warps, HOPPER_STAGES if arch == 90 else PLAN.num_stages)]
 
 
 def schedule(arch: int) -> list[dict[str, object]]:
@@ -159,6 +182,12 @@ def main() -> None:
         facts[f"forward {arch}"] = forward(arch)
         facts[f"forward shared saved two ranks {arch}"] = forward(arch, shared=2048, ranks=2, save=True)
         facts[f"forward odd sizes {arch}"] = forward(arch, 2880, 1408)
+        facts[f"forward mxfp8 {arch}"] = forward(arch, mxfp8=True)
+        facts[f"forward mxfp8 shared saved two ranks {arch}"] = forward(arch, shared=2048, ranks=2, save=True, mxfp8=True)
+        facts[f"forward mxfp8 odd sizes {arch}"] = forward(arch, 2880, 1424, mxfp8=True)
+        facts[f"mxfp8 {arch}"] = forward_mxfp8(arch)
+        facts[f"mxfp8 saved two ranks {arch}"] = forward_mxfp8(arch, ranks=2, save=True)
+        facts[f"mxfp8 odd sizes {arch}"] = forward_mxfp8(arch, 2880, 1424)
         facts[f"fp8 {arch}"] = forward_fp8(arch)
         facts[f"fp8 saved two ranks {arch}"] = forward_fp8(arch, ranks=2, save=True)
         facts[f"fp8 odd sizes {arch}"] = forward_fp8(arch, 2880, 1424)

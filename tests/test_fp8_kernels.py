@@ -1,7 +1,8 @@
-"""The forward in blockwise FP8 under Triton's interpreter; the cases are in interpreted_fp8.py and run in a process of their own."""
+"""The forward in blockwise FP8 and in MXFP8 under Triton's interpreter; the cases of each format run in a process of their own."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -13,18 +14,18 @@ import pytest
 
 pytest.importorskip("triton")
 
-SCRIPT = Path(__file__).with_name("interpreted_fp8.py")
-CASES = re.findall(r"^def case_(\w+)\(", SCRIPT.read_text(), re.MULTILINE)
+SCRIPTS = {name: Path(__file__).with_name(f"interpreted_{name}.py") for name in ("fp8", "mxfp8")}
+CASES = [(name, case) for name, script in SCRIPTS.items() for case in re.findall(r"^def case_(\w+)\(", script.read_text(), re.MULTILINE)]
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, str]:
+@functools.cache
+def results(name: str) -> dict[str, str]:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=600, env=environment)
+    result = subprocess.run([sys.executable, str(SCRIPTS[name])], capture_output=True, text=True, timeout=600, env=environment)
     assert result.returncode == 0, result.stderr[-4000:]
     return json.loads(result.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_case(results, case):
-    assert not results[case], results[case]
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_case(name, case):
+    assert not results(name)[case], results(name)[case]

@@ -15,8 +15,13 @@ import pytest
 
 pytest.importorskip("triton")
 
-CASES = ("forward", "forward shared saved two ranks", "forward odd sizes", "schedule", "tasks", "combine", "barrier")
+FORWARDS = ("forward", "forward mxfp8")
+CASES = (
+    *(f"{name}{size}" for name in FORWARDS for size in ("", " shared saved two ranks", " odd sizes")),
+    "schedule", "tasks", "combine", "barrier",
+)  # fmt: skip
 FP8_CASES = ("fp8", "fp8 saved two ranks", "fp8 odd sizes")
+MXFP8_CASES = ("mxfp8", "mxfp8 saved two ranks", "mxfp8 odd sizes")
 ARCHS = (90, 100, 103)
 
 
@@ -51,6 +56,23 @@ def test_fp8_uses_the_chip(compiled, case, arch):
         assert kernel["local_in_loop"] == 0, "spilled registers are read or written for every step"
 
 
+@pytest.mark.parametrize("case", MXFP8_CASES)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_mxfp8_uses_the_chip(compiled, case, arch):
+    """Blackwell's tensor cores take E4M3 and codes as they lie in shared memory; Hopper's take what was widened to bf16, in every step."""
+    (kernel,) = compiled[f"{case} {arch}"]
+    assert kernel["shared"] <= 232448 and kernel["stack"] <= 256, kernel
+    assert kernel["local_in_loop"] == 0, "spilled registers are read or written for every step"
+    assert kernel["tensor_core"] > 0 and kernel["copy_engine"] > 0, kernel
+    assert kernel["wide_loads"] > 0 and kernel["wide_stores"] > 0 and kernel["narrow_stores"] <= 1, "one is that of the codes of h"
+    assert kernel["unfinished"] == 0 and kernel["announced"] > 0, kernel
+    if arch == 90:
+        assert kernel["tensor_core"] == 8, "a step is eight instructions of 16 columns"
+    else:
+        assert kernel["scaled"] == kernel["tensor_core"] and kernel["unscaled"] == 0, "a product without scales"
+        assert kernel["code_copies"] > 0, "codes go through registers"
+
+
 def test_the_search_for_spills_in_the_loop():
     from compile_kernels import local_accesses_among_products as search
 
@@ -58,6 +80,8 @@ def test_the_search_for_spills_in_the_loop():
     listing = lambda *texts: "\n".join(f"  /*{16 * i:04x}*/   {text} ;   /* 0x1 */" for i, text in enumerate(texts))  # noqa: E731
     assert search(listing(store, "NOP", product, again, load)) == 0
     assert search(listing(store, load, product, again, load)) == 1
+    inner, outer = "@!P2 BRA 0x0030", "BRA 0x0000"
+    assert search(listing(store, product, load, product, inner, load, outer)) == 0
 
 
 def test_the_search_for_unfinished_stores():

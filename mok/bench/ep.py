@@ -22,7 +22,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -232,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2, help="processes, one GPU each; a launcher's number wins")
     parser.add_argument("--shapes", default="", help=f"some of {','.join(shapes)}; all by default")
     parser.add_argument("--directions", default="fwd,bwd")
-    parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16", help="of the experts' products")
+    parser.add_argument("--precision", choices=get_args(Precision), default="bf16", help="of the experts' products")
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--saved", type=float, default=1.25, help="rows whose gate and up are saved, as a multiple of a balanced load")
     parser.add_argument("--padding", type=float, default=1.25, help="capacity of the padded baseline, likewise")
@@ -247,6 +247,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for direction in options.directions.split(","):
         if direction not in DIRECTIONS:
             parser.error(f"--directions={direction}: must be some of {','.join(DIRECTIONS)}")
+    if options.precision == "mxfp8" and options.directions != "fwd":
+        parser.error("--precision=mxfp8: needs --directions fwd")
     if not ranks.launched():
         if cuda and torch.cuda.device_count() < options.ranks:
             parser.error(f"--ranks={options.ranks}: there are {torch.cuda.device_count()} GPUs")

@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -309,8 +309,8 @@ def forward_main(shapes: dict[str, Shape], arguments: Sequence[str] | None = Non
     parser.add_argument("--forward", action="store_true")
     parser.add_argument("--shared", action="store_true", help="what one shared expert of the routed width adds")
     parser.add_argument(
-        "--precision", choices=("bf16", "fp8"), default="bf16",
-        help="fp8: experts in blockwise FP8, weights quantized beforehand, beside the same layer in bf16 and torch's in bf16",
+        "--precision", choices=get_args(Precision), default="bf16",
+        help="but bf16: weights are quantized beforehand; beside the same layer in bf16 and torch's in bf16",
     )  # fmt: skip
     parser.add_argument("--plans", type=json.loads, default={}, help="JSON: name -> fields of ForwardPlan, timed besides")
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
@@ -325,6 +325,8 @@ def forward_main(shapes: dict[str, Shape], arguments: Sequence[str] | None = Non
         others: dict[str, Callable[[], object]] = {}
         if options.precision != "bf16":
             others["mok in bf16"] = problem.turns.of(problem.make_layer().forward, problem.inputs)
+        if options.precision == "mxfp8" and device.type == "cuda":
+            others |= mxfp8_others(problem)
         row, line = forward_row(name, problem, [TorchLayer(*problem.experts)], others, options.repeats, options.plans)
         print(line, flush=True)
         rows.append(row)
@@ -333,6 +335,18 @@ def forward_main(shapes: dict[str, Shape], arguments: Sequence[str] | None = Non
     if options.out:
         report.write(options.out, rows, options.commit)
     return 0
+
+
+def mxfp8_others(problem: OneDevice) -> dict[str, Callable[[], object]]:
+    """What quantizing all weights takes, and the kernel that multiplies by scales where the layer's own does not (on Hopper)."""
+    from mok.kernels.launch_mxfp8 import MxExperts, experts_for
+
+    others: dict[str, Callable[[], object]] = {"quantizing the weights": lambda: experts_for(problem.device, *problem.experts)}
+    if not isinstance(problem.layer.quantized, MxExperts):
+        layer = problem.make_layer("mxfp8")
+        layer.quantized = MxExperts.of(*problem.experts)
+        others["mok, E4M3 widened in every step"] = problem.turns.of(layer.forward, problem.inputs)
+    return others
 
 
 def others_than_fp8(problem: OneDevice) -> dict[str, Callable[[], object]]:

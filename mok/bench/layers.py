@@ -19,7 +19,7 @@ from mok.bench.checks import Experts
 from mok.bench.shapes import Shape
 from mok.config import TILE_M, Tuning
 from mok.executor import row_swiglu
-from mok.quantize import Precision
+from mok.quantize import MX_ROW, Precision
 
 Changes = dict[str, Any]  # fields of ForwardPlan and BackwardPlan; either takes those that it has
 NAMES = ("d_x", "d_weights", "d_gate", "d_up", "d_down")
@@ -64,7 +64,8 @@ def plan_with(kind: Any, changes: Changes | None) -> Any:
 class GpuLayer:
     """This rank's part of a layer over a group, or, without one, a layer of this rank alone. shared: gate and up [S, H], down [H, S].
 
-    precision "fp8": weights are quantized here, once. Calls of the backward with quantize=True quantize theirs again, as `mok.MoE` does.
+    precision: but in "bf16", weights are quantized here, once; "mxfp8" has no backward. Calls of the backward with quantize=True quantize
+    theirs again, as `mok.MoE` does.
 
     compile_for: with so many ranks a layer that only compiles and loads what rank 0 of such a group launches; its barriers do not wait.
     """
@@ -79,13 +80,21 @@ class GpuLayer:
         from mok.kernels.launch import Workspace
         from mok.kernels.launch_backward_fp8 import TransposedExperts
         from mok.kernels.launch_fp8 import QuantizedExperts
+        from mok.kernels.launch_mxfp8 import experts_for
 
         hidden, device = experts[0].shape[2], experts[0].device
         size = compile_for if group is None else dist.get_world_size(group)
-        regions = memory.backward_regions if precision == "bf16" else memory.quantized_backward_regions
-        layout = regions(tokens, hidden, num_experts, top_k, size)
-        self.quantized = None if precision == "bf16" else QuantizedExperts.of(*experts)
-        self.transposed = None if precision == "bf16" else TransposedExperts.of(*experts)
+        sizes = (tokens, hidden, num_experts, top_k, size)
+        self.quantized: Any = None
+        self.transposed = None
+        if precision == "mxfp8":
+            layout = [*memory.regions(*sizes), *memory.quantized_regions(tokens, hidden, MX_ROW)]
+            self.quantized = experts_for(device, *experts)
+        elif precision == "fp8":
+            layout = memory.quantized_backward_regions(*sizes)
+            self.quantized, self.transposed = QuantizedExperts.of(*experts), TransposedExperts.of(*experts)
+        else:
+            layout = memory.backward_regions(*sizes)
         # All of the views: their owner keeps the peers' memory.
         self.views = [memory.symmetric_memory(layout, group, device)] if group else memory.virtual_memory(layout, size, device)
         self.workspace = Workspace(self.views[0], tokens, hidden, top_k, device, timeout_s=60.0, warming=compile_for > 1)
@@ -94,7 +103,7 @@ class GpuLayer:
 
     def forward(self, batch: Batch, keep: bool = False, changes: Changes | None = None) -> tuple[Tensor, Any]:
         """The output, and with `keep` what `backward` needs."""
-        from mok.kernels import launch, launch_fp8
+        from mok.kernels import launch, launch_fp8, launch_mxfp8
 
         schedule = launch.schedule(self.workspace, batch.ids_TK, self.num_experts)
         options: Changes = dict(
@@ -104,8 +113,15 @@ class GpuLayer:
         if self.quantized is None:
             out, saved = launch.forward(*call, *self.experts, self.num_experts, **options)
         else:
-            out, saved = launch_fp8.forward(*call, self.quantized, self.num_experts, **options)
+            form = launch_fp8 if isinstance(self.quantized, launch_fp8.QuantizedExperts) else launch_mxfp8
+            out, saved = form.forward(*call, self.quantized, self.num_experts, **options)
         return out, (schedule, saved)
+
+    @property
+    def kernel(self) -> str:
+        """The forward's name."""
+        kernels = {"QuantizedExperts": "forward_fp8_kernel", "MxExperts": "forward_mxfp8_kernel"}
+        return kernels.get(type(self.quantized).__name__, "forward_kernel")
 
     def backward(self, batch: Batch, kept: Any, changes: Changes | None = None, **options: Any) -> list[Tensor]:
         """The gradients of x, the router weights, gate, up and down, of those that are asked for. options: those of the launch."""

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from mok.kernels.backward import pull_weights, wait_for_group, wait_for_inputs
+from mok.kernels.dispatch import widened_blocks
 from mok.kernels.experts import find_slots, push_to_slots, rounded_pairs, widened_pairs
 from mok.kernels.forward_fp8 import step_sum
 from mok.kernels.gradients import (
@@ -50,7 +51,7 @@ from mok.kernels.groups import (
     TICKET,
     take_ticket,
 )
-from mok.kernels.quantize import e4m3, e4m3_to_fp32, scale_code, scale_of
+from mok.kernels.quantize import e4m3, scale_code, scale_of
 from mok.kernels.signals import X_FREE, announce, finish_copy_engine_stores, order_copy_engine, peer_address
 from mok.kernels.trace import BEGIN, COMPUTED, DONE, READY, note, note_begin, note_end
 
@@ -79,18 +80,6 @@ def load_quantized(
     values = tl.load(values_of[:, None] + columns[None, :], mask=live[:, None] & (columns < H)[None, :], other=0)
     codes = tl.load(codes_of[:, None] + blocks[None, :], mask=live[:, None] & (blocks < BLOCKS)[None, :], other=0)
     return values, codes
-
-
-@triton.jit
-def widened_blocks(values, codes, BLOCK: tl.constexpr):
-    """E4M3 bits [M, N] and codes [M, N / BLOCK] -> bf16 [M, N], exactly, down to bf16's least number.
-
-    Example: 0x2A (0.3125) with code 129 -> 1.25.
-    """
-    M: tl.constexpr = values.shape[0]
-    N: tl.constexpr = values.shape[1]
-    blocks = tl.reshape(e4m3_to_fp32(values.to(tl.float8e4nv, bitcast=True)), (M, N // BLOCK, BLOCK))
-    return rounded_pairs(tl.reshape(blocks * tl.expand_dims(scale_of(codes), 2), (M, N)))
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mok.kernels.quantize import snapped_tile
 from mok.kernels.signals import INTERPRETING, peer_address
 
 
@@ -132,11 +133,13 @@ def swiglu(gate, up, limit, CLAMP: tl.constexpr):
 @triton.jit
 def store_hidden(
     total, gate_first, h_desc, gate_desc, up_desc, ring_row, row, column, saved_rows, limit,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CLAMP: tl.constexpr, SAVE: tl.constexpr, HALF: tl.constexpr,
+    I: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CLAMP: tl.constexpr, SAVE: tl.constexpr, HALF: tl.constexpr,
+    MXFP8: tl.constexpr,
 ):  # fmt: skip
     """h into the ring; gate and up, as the backward will read them, into the first saved_rows rows of what is saved.
 
     HALF: these are the first half of a tile's rows. Gate and up of the other half, padding, are saved as the zeros they are.
+    MXFP8: h becomes what its quantized form stands for. I: its columns, past which nothing may touch a scale.
     """
     first, second = rounded_halves(total, BLOCK_M, BLOCK_N)
     gate, up = in_order(first, second, gate_first)
@@ -148,7 +151,13 @@ def store_hidden(
                 padding = tl.zeros((BLOCK_M, BLOCK_N), tl.bfloat16)
                 gate_desc.store([row + BLOCK_M, column], padding)
                 up_desc.store([row + BLOCK_M, column], padding)
-    h_desc.store([ring_row, column], rounded_pairs(swiglu(gate, up, limit, CLAMP)))
+    hidden = rounded_pairs(swiglu(gate, up, limit, CLAMP))
+    if MXFP8:
+        hidden = widened_pairs(hidden)
+        if I % BLOCK_N != 0:
+            hidden = tl.where((column + tl.arange(0, BLOCK_N) < I)[None, :], hidden, 0.0)
+        hidden = rounded_pairs(snapped_tile(hidden, 1, 32))
+    h_desc.store([ring_row, column], hidden)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mok.kernels.dispatch import pull_rows
+from mok.kernels.dispatch import pull_rows, pull_widened
 from mok.kernels.experts import find_slots, multiply, push_to_slots, rounded_halves, store_hidden, store_rows
 from mok.kernels.signals import (
     H_FREE,
@@ -67,7 +67,7 @@ def expert_task(
     h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
     H: tl.constexpr, I: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
     CLAMP: tl.constexpr, SHARED_CLAMP: tl.constexpr, SAVE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRACE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, MXFP8: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """An up or down task over the first ROWS rows of a tile. -> (the next ticket, its task)."""
     row = tile * BLOCK_M
@@ -101,7 +101,7 @@ def expert_task(
     if kind == UP:
         store_hidden(
             total, gate_first, store_h_desc, save_gate_desc, save_up_desc, ring_row, row, part * BLOCK_N, saved_rows,
-            limit, ROWS, BLOCK_N, CLAMP, SAVE, ROWS < BLOCK_M,
+            limit, I, ROWS, BLOCK_N, CLAMP, SAVE, ROWS < BLOCK_M, MXFP8,
         )  # fmt: skip
         finish_copy_engine_stores(tile)
         announce(h_ready_ptr + tile)
@@ -115,7 +115,7 @@ def expert_task(
         if kind == SHARED_UP:
             store_hidden(
                 total, shared_gate_first, store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc, row, row,
-                part * BLOCK_N, tokens, shared_limit, ROWS, BLOCK_N, SHARED_CLAMP, SAVE, False,
+                part * BLOCK_N, tokens, shared_limit, S, ROWS, BLOCK_N, SHARED_CLAMP, SAVE, False, False,
             )  # fmt: skip
             finish_copy_engine_stores(tile)
             announce(shared_h_ready_ptr + tile)
@@ -129,7 +129,7 @@ def expert_task(
 
 @triton.jit(do_not_specialize=["rank", "max_tiles", "ring", "tokens", "saved_rows", "gate_first", "shared_gate_first", "wait_limit"])
 def forward_kernel(
-    x_ptr, x_ptrs, combine_ptr, combine_ptrs, control_ptrs,
+    x_ptr, x_ptrs, x_scale_ptr, x_scale_ptrs, combine_ptr, combine_ptrs, control_ptrs,
     peer_rank_ptr, peer_token_idx_ptr, tasks_ptr,
     ring_ptr, ring_x_desc, ring_h_desc, store_h_desc, gate_up_desc, down_desc, save_gate_desc, save_up_desc,
     half_x_desc, half_h_desc, store_half_h_desc, save_half_gate_desc, save_half_up_desc,
@@ -139,9 +139,12 @@ def forward_kernel(
     H: tl.constexpr, I: tl.constexpr, S: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     CLAMP: tl.constexpr, SHARED_CLAMP: tl.constexpr, SAVE: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, THREADS: tl.constexpr,
-    TRACE: tl.constexpr,
+    MXFP8: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
-    """Take tasks until none is left. signals: the ticket counter, then the counters per tile (module text); zero at the start."""
+    """Take tasks until none is left. signals: the ticket counter, then the counters per tile (module text); zero at the start.
+
+    MXFP8: x is E4M3 bytes and codes, and routed h is rounded to MXFP8; both rings, and the weights, hold its numbers as bf16.
+    """
     UPS: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
     DOWNS: tl.constexpr = (H + 2 * BLOCK_N - 1) // (2 * BLOCK_N)
     SHARED_UPS: tl.constexpr = (S + BLOCK_N - 1) // BLOCK_N
@@ -175,10 +178,16 @@ def forward_kernel(
         if ok:
             if kind == PULL:
                 ROWS: tl.constexpr = BLOCK_M // PARTS
-                pull_rows(
-                    x_ptr, x_ptrs, ring_ptr, x_ptr, x_ptrs, ring_ptr, peer_rank_ptr, peer_token_idx_ptr, row + part * ROWS,
-                    ring_row + part * ROWS, H, K, R, False, ROWS, BLOCK_H,
-                )  # fmt: skip
+                if MXFP8:
+                    pull_widened(
+                        x_ptr, x_ptrs, x_scale_ptr, x_scale_ptrs, ring_ptr, peer_rank_ptr, peer_token_idx_ptr, row + part * ROWS,
+                        ring_row + part * ROWS, H, K, R, ROWS, BLOCK_H,
+                    )  # fmt: skip
+                else:
+                    pull_rows(
+                        x_ptr, x_ptrs, ring_ptr, x_ptr, x_ptrs, ring_ptr, peer_rank_ptr, peer_token_idx_ptr, row + part * ROWS,
+                        ring_row + part * ROWS, H, K, R, False, ROWS, BLOCK_H,
+                    )  # fmt: skip
                 order_copy_engine(tile)
                 announce(x_ready_ptr + tile)
                 following = find(tasks_ptr, taken, num_tasks, lanes)
@@ -192,7 +201,7 @@ def forward_kernel(
                     shared_gate_up_desc, shared_down_desc, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
                     h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr, tokens, saved_rows, gate_first, shared_gate_first,
                     limit, shared_limit,
-                    H, I, 0, R, CLAMP, SHARED_CLAMP, SAVE, BLOCK_M // 2, BLOCK_M, BLOCK_N, BLOCK_K, TRACE,
+                    H, I, 0, R, CLAMP, SHARED_CLAMP, SAVE, BLOCK_M // 2, BLOCK_M, BLOCK_N, BLOCK_K, MXFP8, TRACE,
                 )  # fmt: skip
             else:
                 following = expert_task(
@@ -202,7 +211,7 @@ def forward_kernel(
                     shared_gate_up_desc, shared_down_desc, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
                     h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr, tokens, saved_rows, gate_first, shared_gate_first,
                     limit, shared_limit,
-                    H, I, S, R, CLAMP, SHARED_CLAMP, SAVE, BLOCK_M, BLOCK_M, BLOCK_N, BLOCK_K, TRACE,
+                    H, I, S, R, CLAMP, SHARED_CLAMP, SAVE, BLOCK_M, BLOCK_M, BLOCK_N, BLOCK_K, MXFP8, TRACE,
                 )  # fmt: skip
         if TRACE:
             note(trace_ptr, ticket, DONE)

@@ -20,10 +20,12 @@ from mok.kernels import memory as memory_module
 from mok.kernels.combine import combine
 from mok.kernels.forward import forward_kernel
 from mok.kernels.memory import PeerMemory
+from mok.kernels.quantize import quantize_into
 from mok.kernels.schedule import DeviceSchedule, empty_schedule, max_tiles, sort_slots, write_rows
 from mok.kernels.signals import barrier
 from mok.kernels.tasks import BLOCK_TICKETS, PROGRAMS_PER_BLOCK, max_tickets, most_in_two_minibatches, tasks_kernel
 from mok.kernels.trace import PROGRAM, WORDS
+from mok.quantize import MX_ROW, Precision
 from mok.schedule import local_experts
 
 POLLS_PER_SECOND = 1_000_000  # a reading of a signal takes about a microsecond
@@ -77,6 +79,7 @@ class Workspace:
     device: torch.device
     timeout_s: float = 120.0
     num_sms: int = 0
+    precision: Precision = "bf16"  # of the routed experts
     warming: bool = False  # barriers do not wait: a call then only compiles and loads what an ordinary call launches
 
     number: int | None = None  # its name in operators
@@ -87,11 +90,6 @@ class Workspace:
         self.scratch: dict[str, Tensor] = {}
         if self.device.type == "cuda" and not self.num_sms:
             self.num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-
-    @property
-    def fp8(self) -> bool:
-        """Whether it is for routed experts in blockwise FP8."""
-        return "x_e4m3" in self.memory.own
 
     @property
     def limit(self) -> int:
@@ -203,20 +201,26 @@ def forward(
     plan: ForwardPlan | None = None,
     shared_out_TH: Tensor | None = None,
     term_TH: Tensor | None = None,
+    mxfp8: bool = False,
 ) -> tuple[Tensor, Saved | None]:
     """Publish, one kernel, combine. shared: gate [S, H], up [S, H], down [H, S]. shared_out_TH takes their output, for who wants to keep
     it.
 
-    term_TH: what combine adds first, in place of shared experts.
+    term_TH: what combine adds first, in place of shared experts. mxfp8: the routed experts' weights are numbers of MXFP8, and x and h
+    become such (`launch_mxfp8.py`).
     """
     workspace.check()
     plan = plan or ForwardPlan()
     memory, hidden, width = workspace.memory, workspace.hidden, gate_LIH.shape[1]
-    if memory.size > 1:
-        memory.own["x"][: x_TH.shape[0]].copy_(x_TH)
+    tokens = x_TH.shape[0]
+    if mxfp8:
+        quantize_into(x_TH, MX_ROW, memory.own["x_e4m3"][:tokens], memory.own["x_scale"][:tokens])
+    elif memory.size > 1:
+        memory.own["x"][:tokens].copy_(x_TH)
     shared_out, saved = launch_kernel(
-        workspace, rows, x_TH, gate_LIH, up_LIH, down_LHI, shared, clamp, shared_clamp, saved_rows, save, plan, hidden, width, shared_out_TH
-    )
+        workspace, rows, x_TH, gate_LIH, up_LIH, down_LHI, shared, clamp, shared_clamp, saved_rows, save, plan, hidden, width,
+        shared_out_TH, mxfp8,
+    )  # fmt: skip
     workspace.barrier()
     out = combine(memory.own["combine"], ids_TK, weights_TK, num_experts, shared_out if term_TH is None else term_TH, shared_scale_T)
     return out, saved
@@ -225,12 +229,13 @@ def forward(
 def launch_kernel(
     workspace: Workspace, rows: DeviceSchedule, x_TH: Tensor, gate_LIH: Tensor, up_LIH: Tensor, down_LHI: Tensor,
     shared: tuple[Tensor, Tensor, Tensor] | None, clamp: float | None, shared_clamp: float | None, saved_rows: int, save: bool,
-    plan: ForwardPlan, hidden: int, width: int, shared_out_TH: Tensor | None = None,
+    plan: ForwardPlan, hidden: int, width: int, shared_out_TH: Tensor | None = None, mxfp8: bool = False,
 ) -> tuple[Tensor | None, Saved | None]:  # fmt: skip
     """The megakernel, between a barrier (all x are there) and another one (all results are)."""
     args, saved, shared_out = kernel_arguments(
-        workspace, rows, x_TH, gate_LIH, up_LIH, down_LHI, shared, clamp, shared_clamp, saved_rows, save, plan, hidden, width, shared_out_TH
-    )
+        workspace, rows, x_TH, gate_LIH, up_LIH, down_LHI, shared, clamp, shared_clamp, saved_rows, save, plan, hidden, width,
+        shared_out_TH, mxfp8,
+    )  # fmt: skip
     write_tasks(workspace, args, rows, plan)
     workspace.barrier()
     programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
@@ -252,7 +257,7 @@ def write_tasks(workspace: Workspace, args: dict[str, object], rows: DeviceSched
 def kernel_arguments(
     workspace: Workspace, rows: DeviceSchedule, x_TH: Tensor, gate_LIH: Tensor, up_LIH: Tensor, down_LHI: Tensor,
     shared: tuple[Tensor, Tensor, Tensor] | None, clamp: float | None, shared_clamp: float | None, saved_rows: int, save: bool,
-    plan: ForwardPlan, hidden: int, width: int, shared_out_TH: Tensor | None = None,
+    plan: ForwardPlan, hidden: int, width: int, shared_out_TH: Tensor | None = None, mxfp8: bool = False,
 ) -> tuple[dict[str, object], Saved | None, Tensor | None]:  # fmt: skip
     """Every argument of the kernel by name."""
     memory, tokens = workspace.memory, x_TH.shape[0]
@@ -282,8 +287,11 @@ def kernel_arguments(
     ups, downs, shared_ups = triton.cdiv(width, n), triton.cdiv(hidden, 2 * n), triton.cdiv(shared_width, n)
     most = max_tickets(tiles, shared_tiles, plan.parts, ups, downs, shared_ups)
     tasks = workspace.take("tasks", (2 + most,), torch.int64)
+    x = ("x_e4m3", "x_scale") if mxfp8 else ("x", "x")
     args: dict[str, object] = dict(
-        x_ptr=x_TH, x_ptrs=memory.addresses["x"], combine_ptr=memory.own["combine"], combine_ptrs=memory.addresses["combine"],
+        x_ptr=memory.own[x[0]] if mxfp8 else x_TH, x_ptrs=memory.addresses[x[0]],
+        x_scale_ptr=memory.own[x[1]], x_scale_ptrs=memory.addresses[x[1]],
+        combine_ptr=memory.own["combine"], combine_ptrs=memory.addresses["combine"],
         control_ptrs=memory.addresses["control"],
         peer_rank_ptr=rows.peer_rank, peer_token_idx_ptr=rows.peer_token_idx, tasks_ptr=tasks,
         ring_ptr=x_ring, ring_x_desc=_rows(x_ring, m, k), ring_h_desc=_rows(h_ring, m, k), store_h_desc=_rows(h_ring, m, n),
@@ -303,7 +311,7 @@ def kernel_arguments(
         limit=float(clamp or 0.0), shared_limit=float(shared_clamp or 0.0), wait_limit=workspace.limit,
         rank=memory.rank, H=hidden, I=width, S=shared_width, K=workspace.top_k, R=memory.size,
         CLAMP=clamp is not None, SHARED_CLAMP=shared_clamp is not None, SAVE=save, PARTS=plan.parts,
-        BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, BLOCK_H=min(plan.block_h, triton.next_power_of_2(hidden)),
-        THREADS=32 * plan.num_warps, TRACE=plan.trace,
+        BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, BLOCK_H=max(min(plan.block_h, triton.next_power_of_2(hidden)), 32),
+        THREADS=32 * plan.num_warps, MXFP8=mxfp8, TRACE=plan.trace,
     )  # fmt: skip
     return args, saved, shared_out

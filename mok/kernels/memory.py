@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mok.fabric import Region, SymmetricFabric, region_offsets
-from mok.quantize import FP8_ROW, scale_shape
+from mok.quantize import FP8_ROW, Block, scale_shape
 
 # Words of the control region (int32). HOST: the address (two words) of HOST_WORDS words of host memory that the kernels can write, laid out
 # like the report. REPORT: a state (0 none, 1 being written, 2 complete) followed by five values.
@@ -53,11 +53,11 @@ def backward_regions(max_tokens: int, hidden: int, num_experts: int, top_k: int,
     ]
 
 
-def quantized_regions(max_tokens: int, hidden: int) -> list[Region]:
-    """x as blockwise FP8, E4M3 values and E8M0 codes, in place of the x of `regions`."""
+def quantized_regions(max_tokens: int, hidden: int, block: Block = FP8_ROW) -> list[Region]:
+    """x as E4M3 values and E8M0 codes, in place of the x of `regions`. block: MX_ROW or FP8_ROW."""
     return [
         Region("x_e4m3", (max_tokens, hidden), torch.uint8),
-        Region("x_scale", scale_shape((max_tokens, hidden), FP8_ROW), torch.uint8),
+        Region("x_scale", scale_shape((max_tokens, hidden), block), torch.uint8),
     ]
 
 

@@ -24,13 +24,14 @@ import triton.language as tl
 from torch import Tensor
 
 from mok.config import TILE_M
-from mok.kernels import launch, launch_backward, launch_backward_fp8, launch_fp8, memory
+from mok.kernels import launch, launch_backward, launch_backward_fp8, launch_fp8, launch_mxfp8, memory
 from mok.kernels.forward import forward_kernel
 from mok.kernels.launch import ForwardPlan, Saved, Workspace
 from mok.kernels.launch_backward import BackwardPlan, Needs
 from mok.kernels.launch_fp8 import QuantizedExperts
 from mok.kernels.schedule import DeviceSchedule, max_tiles, schedule_sizes
 from mok.kernels.signals import peer_address
+from mok.quantize import MX_ROW, Precision
 from mok.schedule import local_experts
 from mok.tune import Choice, Key, tuned
 
@@ -43,10 +44,10 @@ _numbers: dict[int, weakref.ref[Workspace]] = {}
 
 def make_workspace(
     group: dist.ProcessGroup | None, device: torch.device, tokens: int, hidden: int, top_k: int, num_experts: int, timeout_s: float,
-    num_sms: int, fp8: bool = False,
+    num_sms: int, precision: Precision = "bf16",
 ) -> Workspace:  # fmt: skip
     """Memory for forward and backward of at most `tokens` tokens of any rank (ranks may differ) and up to num_experts experts; collective.
-    fp8: for routed experts in blockwise FP8.
+    precision: of the routed experts; "mxfp8" has a forward only.
 
     Raises:
         ValueError: ranks that disagree on H, K or E; the same on every rank.
@@ -62,11 +63,14 @@ def make_workspace(
                 listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
                 raise ValueError(f"{name} must be equal on all ranks of the group ({listed})")
     most = max(shape[0] for shape in everyone)
-    regions = memory.quantized_backward_regions if fp8 else memory.backward_regions
-    layout = regions(most, hidden, num_experts, top_k, len(everyone))
+    shape = (most, hidden, num_experts, top_k, len(everyone))
+    if precision == "mxfp8":
+        layout = [*memory.regions(*shape), *memory.quantized_regions(most, hidden, MX_ROW)]
+    else:
+        layout = (memory.quantized_backward_regions if precision == "fp8" else memory.backward_regions)(*shape)
     with _on(device):
         view = memory.virtual_memory(layout, 1, device)[0] if alone else memory.symmetric_memory(layout, group, device)
-        workspace = Workspace(view, most, hidden, top_k, device, timeout_s, num_sms)
+        workspace = Workspace(view, most, hidden, top_k, device, timeout_s, num_sms, precision=precision)
     workspace.number = len(_numbers)
     _numbers[workspace.number] = weakref.ref(workspace)
     return workspace
@@ -118,7 +122,7 @@ def plans(inner: Workspace, plan: list[int], width: int, num_experts: int) -> tu
     """How to cut a layer of this width: as `mok.tune.tuned` has it for the workspace's shape, within the plan. Files are read once."""
     num_sms, most_tiles, ring_tiles = plan
     size = inner.memory.size
-    shape = (inner.max_tokens, inner.hidden, width, num_experts, inner.top_k, size, "fp8" if inner.fp8 else "bf16")
+    shape = (inner.max_tokens, inner.hidden, width, num_experts, inner.top_k, size, inner.precision)
     choice = _choice(inner.device, *shape, num_sms or inner.num_sms)
     forward = ForwardPlan(**{**choice.forward, "num_sms": num_sms, "ring_tiles": ring_tiles})
     forward = dataclasses.replace(forward, minibatch_tiles=min(forward.minibatch_tiles, most_tiles))
@@ -219,9 +223,12 @@ def gpu_forward(
             shared=_three(shared_gate, shared_up, shared_down), clamp=clamp, shared_clamp=shared_clamp, shared_scale_T=shared_scale,
             saved_rows=max(saved_rows, 0), save=saved_rows >= 0, plan=cut, shared_out_TH=shared_out, term_TH=term,
         )  # fmt: skip
-        if inner.fp8:
+        if inner.precision == "fp8":
             experts = QuantizedExperts.of(gate, up, down)
             out, saved = launch_fp8.forward(inner, rows, ids, weights, x, experts, num_experts, **options)
+        elif inner.precision == "mxfp8":
+            numbers = launch_mxfp8.experts_for(inner.device, gate, up, down)
+            out, saved = launch_mxfp8.forward(inner, rows, ids, weights, x, numbers, num_experts, **options)
         else:
             out, saved = launch.forward(inner, rows, ids, weights, x, gate, up, down, num_experts, **options)
     kept = [x.new_empty(0) for _ in range(KEPT - 1)] if saved is None else list(vars(saved).values())
@@ -312,7 +319,7 @@ def gpu_backward(
         shared_d_y = None
         if shared is not None:
             shared_d_y = d_out if shared_scale is None else (d_out.float() * shared_scale[:, None]).to(d_out.dtype)
-        backward = launch_backward_fp8.backward if inner.fp8 else launch_backward.backward
+        backward = launch_backward_fp8.backward if inner.precision == "fp8" else launch_backward.backward
         got = backward(
             inner, DeviceSchedule(*schedule), Saved(*kept[: KEPT - 1]), ids, d_out, x, weights, gate, up, down, num_experts, needs,
             plans(inner, plan, gate.shape[1], num_experts)[1], shared=shared, clamp=clamp, shared_clamp=shared_clamp,

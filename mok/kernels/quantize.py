@@ -104,6 +104,16 @@ def quantize_tile(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return e4m3(tl.reshape(scaled, (M, N))), code.to(tl.uint8)
 
 
+@triton.jit
+def snapped_tile(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile of bf16 or fp32 in blocks of ROWS x COLUMNS: the numbers that its E4M3 values and codes stand for, fp32."""
+    M: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    values, codes = quantize_tile(x, ROWS, COLUMNS)
+    blocks = tl.reshape(e4m3_to_fp32(values.to(tl.float8e4nv, bitcast=True)), (M // ROWS, ROWS, N // COLUMNS, COLUMNS))
+    return tl.reshape(blocks * tl.expand_dims(tl.expand_dims(scale_of(codes), 1), 3), (M, N))
+
+
 @triton.jit(do_not_specialize=["M", "least"])  # one compilation for any number of tokens
 def quantize_kernel(
     x_ptr, values_ptr, scale_ptr, count_ptr, M, N, x_expert, x_row, x_column, least,
@@ -164,3 +174,27 @@ def quantize_into(
             TILE=TILE, num_warps=8,
         )  # fmt: skip
     return Quantized(values.view(E4M3), scale)
+
+
+@triton.jit(do_not_specialize=["M"])
+def snap_kernel(x_ptr, out_ptr, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+    """One tile of one expert's rows, which are M."""
+    down, across = tl.cdiv(M, TILE), tl.cdiv(N, TILE)
+    tile = tl.program_id(0)
+    expert, i, j = (tile // (down * across)).to(tl.int64), tile // across % down, tile % across
+    rows, columns = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
+    inside = (rows < M)[:, None] & (columns < N)[None, :]
+    at = (expert * M + rows[:, None]) * N + columns[None, :]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    tl.store(out_ptr + at, snapped_tile(x, ROWS, COLUMNS).to(tl.bfloat16), mask=inside)
+
+
+def snap(x: Tensor, block: Block) -> Tensor:
+    """bf16 x [..., M, N] -> the numbers that its quantized form stands for, which bf16 holds exactly."""
+    x = x.detach().contiguous()
+    out = torch.empty_like(x)
+    rows, columns = x.shape[-2:]
+    tiles = math.prod(x.shape[:-2]) * triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE)
+    if tiles:
+        snap_kernel[(tiles,)](x, out, rows, columns, ROWS=block[0], COLUMNS=block[1], TILE=TILE, num_warps=8)
+    return out

@@ -25,7 +25,7 @@ Values are exact where they can be (tests/dense.py), and then equal to the dense
        torch.compile: test_compiled_for_any_number_of_tokens; whole layers in test_layer.py; graphs: test_capture_and_replay
        dtypes and autocast: test_gradients_carry_the_dtype_of_their_input, test_a_layer_under_autocast, test_dtypes_that_are_refused
 
-Not here: what has no part in this layer (biases), MXFP8 on a GPU (not there yet).
+Not here: what has no part in this layer (biases), FP8 (test_fp8.py).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from mok.kernels import quantize as kernels
-from mok.quantize import FP8_COLUMN, FP8_ROW, FP8_SQUARE, MX_COLUMN, MX_ROW, quantize, to_tcgen05
+from mok.quantize import FP8_COLUMN, FP8_ROW, FP8_SQUARE, MX_COLUMN, MX_ROW, dequantize, quantize, to_tcgen05
 
 BLOCKS = (MX_ROW, MX_COLUMN, FP8_ROW, FP8_COLUMN, FP8_SQUARE)
 
@@ -73,6 +73,15 @@ def test_scales_for_tcgen05(shape):
         got = kernels.quantize(device, MX_ROW, tcgen05=True)
         assert torch.equal(got.values.cpu().view(torch.uint8), values.view(torch.uint8))
         assert torch.equal(got.scale.cpu(), to_tcgen05(scale))
+
+
+@pytest.mark.parametrize("shape", [(256, 512), (130, 80), (3, 160, 96), (0, 64)])
+def test_snapped_weights_are_what_their_quantized_form_stands_for(shape):
+    x = (torch.randn(shape) * torch.randn(shape).mul(3).exp()).bfloat16()
+    if x.numel():
+        x[..., 1, 1], x[..., 2, 2], x[..., 3, :] = torch.nan, torch.inf, 1e-38
+    want = dequantize(*quantize(x, MX_ROW), MX_ROW, torch.bfloat16)
+    assert torch.equal(kernels.snap(x.cuda(), MX_ROW).cpu().nan_to_num(nan=-77.0), want.nan_to_num(nan=-77.0))
 
 
 def test_the_number_of_rows_does_not_recompile():
