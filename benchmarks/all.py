@@ -1,12 +1,13 @@
-"""Everything that README shows figures of: python benchmarks/all.py [--parts layer,suites,ranks,train] [--out benchmarks/results].
+"""Everything that README shows figures of: python benchmarks/all.py [--parts layer,formats,suites,ranks,train] [--out benchmarks/results].
 
     layer    forward, backward and memory of whole layers on one GPU              -> h200-layer.json
+    formats  the same layers in FP8 and MXFP8                                     -> h200-formats.json
     suites   minibatch, schedule, scaling, overlap on one GPU                     -> h200-minibatch.json, ...
     ranks    rows, signals and whole layers over all GPUs, if there are several   -> h200x2-comm.json, h200x2-ep.json, h200x2-overlap.json
     train    tokens per second beside torch's layer, and the digests of one and of all GPUs  -> h200-train.json
 
-Where there are several GPUs, `layer` and `suites` run beside each other. Names begin with the GPU's. A command that fails or does not end
-in time leaves the older file alone, and the exit code is 1; what it printed is under --out/logs.
+Where there are several GPUs, `layer`, `formats` and `suites` run beside each other. Names begin with the GPU's. A command that fails or
+does not end in time leaves the older file alone, and the exit code is 1; what it printed is under --out/logs.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ import torch
 from mok.bench import report
 from mok.bench.report import ROOT
 
-LIMIT_S = 170.0
-PARTS = ("layer", "suites", "ranks", "train")
+LIMIT_S = 170.0  # of a suite, which then names what it left out
+MOST_S = 600.0  # of any command
+PARTS = ("layer", "formats", "suites", "ranks", "train")
 SUITES = ("minibatch", "schedule", "scaling", "overlap")
 
 
@@ -45,14 +47,14 @@ class Results:
     def file(self, suite: str, gpus: int = 1) -> Path:
         return self.out / f"{self.name}{f'x{gpus}' if gpus > 1 else ''}-{suite}.json"
 
-    def run(self, name: str, *command: str, gpu: int | None = None, limit: float = 2 * LIMIT_S) -> str:
+    def run(self, name: str, *command: str, gpu: int | None = None) -> str:
         """What a command printed; "" if it failed."""
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
         with open(self.logs / f"{name}.log", "w+") as log:
             try:
-                code = subprocess.run([sys.executable, *command], env=environment, stdout=log, stderr=log, timeout=limit).returncode
+                code = subprocess.run([sys.executable, *command], env=environment, stdout=log, stderr=log, timeout=MOST_S).returncode
             except subprocess.TimeoutExpired:
                 code = 124
             log.seek(0)
@@ -61,28 +63,39 @@ class Results:
         print(f"{name}: {'done' if code == 0 else f'failed ({code})'}", flush=True)
         return text if code == 0 else ""
 
-    def measure(self, name: str, path: Path, *command: str, gpu: int | None = None) -> dict[str, Any] | None:
-        """The document that a command wrote, which is also put in its place."""
+    def measure(self, name: str, path: Path | None, *command: str, gpu: int | None = None) -> dict[str, Any] | None:
+        """The document that a command wrote, which is also put in its place, if it has one."""
         made = self.logs / f"{name}.json"
         made.unlink(missing_ok=True)
         self.run(name, *command, "--out", str(made), *(["--commit", self.commit] if self.commit else []), gpu=gpu)
         if not made.exists():
             return None
         document: dict[str, Any] = json.loads(made.read_text())
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        if path:
+            path.write_text(json.dumps(document, indent=1) + "\n")
         return document
 
 
-def layer(results: Results, gpu: int) -> None:
-    path = results.file("layer")
-    both = [
-        results.measure(name, results.logs / "last.json", f"benchmarks/{script}.py", *more, gpu=gpu)
-        for name, script, *more in (("forward", "layer", "--forward"), ("backward", "backward"))
-    ]
-    documents = [document for document in both if document is not None]
+FORWARD, BACKWARD = ("benchmarks/layer.py", "--forward"), ("benchmarks/backward.py",)
+
+
+def rows_of(results: Results, gpu: int, suite: str, commands: dict[str, tuple[str, ...]]) -> None:
+    """The rows of several commands in one file."""
+    made = [results.measure(name, None, *command, gpu=gpu) for name, command in commands.items()]
+    documents = [document for document in made if document is not None]
     if documents:
-        path.write_text(json.dumps({**documents[0], "rows": [row for d in documents for row in d["rows"]]}, indent=1) + "\n")
+        whole = {**documents[0], "rows": [row for document in documents for row in document["rows"]]}
+        results.file(suite).write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def layer(results: Results, gpu: int) -> None:
+    rows_of(results, gpu, "layer", {"forward": FORWARD, "backward": BACKWARD})
     results.run("shared", "benchmarks/layer.py", "--shared", "--shapes", "kimi-k2-slice", gpu=gpu)
+
+
+def formats(results: Results, gpu: int) -> None:
+    commands = {f"forward {name}": (*FORWARD, "--precision", name) for name in ("fp8", "mxfp8")}
+    rows_of(results, gpu, "formats", {**commands, "backward fp8": (*BACKWARD, "--precision", "fp8")})
 
 
 def suites(results: Results, gpu: int) -> None:
@@ -145,12 +158,11 @@ def main() -> int:
     os.chdir(ROOT)
     results = Results(options.out.resolve(), options.commit)
     print(f"{results.gpus} x {report.headline()}", flush=True)
-    one = [(part, of) for part, of in (("layer", layer), ("suites", suites)) if part in parts]
-    threads = [threading.Thread(target=of, args=(results, index % results.gpus)) for index, (_, of) in enumerate(one)]
+    one = [of for part, of in (("layer", layer), ("formats", formats), ("suites", suites)) if part in parts]
+    shares = [one[index :: results.gpus] for index in range(results.gpus)]  # each GPU's, one after the other
+    threads = [threading.Thread(target=lambda gpu=gpu: [of(results, gpu) for of in shares[gpu]]) for gpu in range(results.gpus)]
     for thread in threads:
         thread.start()
-        if results.gpus == 1:
-            thread.join()
     for thread in threads:
         thread.join()
     if "ranks" in parts and results.gpus > 1:
