@@ -49,6 +49,19 @@ def test_layers_over_two_ranks(tmp_path, capsys):
     assert "best other" in capsys.readouterr().out
 
 
+def test_versions_against_each_other():
+    """The same sources twice, and a plan that neither can run."""
+    root = Path(__file__).resolve().parents[1]
+    plans = json.dumps({"odd": {"minibatch_tiles": 0}})
+    options = [f"--roots=a={root},b={root}", "--shapes=tiny", "--turns=1", "--calls=1", f"--plans={plans}"]
+    command = [sys.executable, str(root / "benchmarks" / "compare.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.partition(": ")[2][:5] for line in lines[:2]] == ["a odd", "b odd"]
+    assert len(lines) == 3 and all(f" {label} " in lines[2] for label in ("a", "a torch", "a cublas", "b"))
+
+
 # ---- mok bench ----
 
 
