@@ -36,7 +36,7 @@ def test_compiles_for_the_chip(compiled, job):
     # Whole and half tiles have a loop each of two products of 128 x 128 x 128, four instructions long; weights' gradients are bf16.
     assert facts["e4m3"] == (16 if job.endswith(" 90") else 0) and facts["tensor_core"] >= facts["e4m3"]
     assert facts["copy_engine"] > 0 and facts["announced"] > 0
-    if job == "frozen 90":  # a tile of a weight's gradient is announced to nobody
+    if job in ("frozen 90", "odd sizes added 90"):  # in the others a tile of a weight's gradient is stored, and announced to nobody
         assert facts["unfinished"] == 0, "announced before it is in memory"
     assert facts["shared"] <= 232448, "more shared memory than the chip has"
     assert facts["serialized"] == 0, "products wait for each other"

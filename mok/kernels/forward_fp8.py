@@ -5,8 +5,8 @@ of 128 columns is one block of it. A weight has a scale per 128 x 128. All scale
 own, [rows, columns / 128], where a tile's 128 rows take few enough lines to stay in the L1 cache for all steps of a product.
 
 A step of a product is 128 deep, one block of every operand. The tensor cores add up its 128 products (Hopper's keep about 14 bits while
-they do), and each step's sum is multiplied by both scales and added in fp32. The scales are powers of two: nothing else is rounded, but for
-numbers below 2^-126.
+they do), and each step's sum is multiplied by the product of both scales and added in fp32. The scales are powers of two: nothing else is
+rounded, but for numbers below 2^-126; and a product of scales of 2^128 or more is Inf.
 
 A task makes two tiles of 128 columns (gate and up, or two of y) with one reading of x or h, because a single one would read more from the
 L2 cache than it delivers. Their sums and one step's take 192 registers of a thread, so what a task needs before and after its loop is kept

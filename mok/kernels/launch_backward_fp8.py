@@ -185,7 +185,7 @@ def backward(
         of_shared.order.write(workspace.num_sms)
         backward_kernel[(programs,)](**of_shared.kernel, **options)
     call = of_shared
-    if needs.x or needs.weights or needs.experts:  # always, if there are peers
+    if needs.x or needs.weights or needs.experts or workspace.memory.size > 1:  # peers wait for this rank
         call = prepare(workspace, rows, saved, weights_TK, gate_LIH, up_LIH, down_LHI, clamp, needs, main_grads, plan, transposed)
         call.order.write(workspace.num_sms)
         workspace.barrier()
