@@ -47,8 +47,8 @@ class Results:
     def file(self, suite: str, gpus: int = 1) -> Path:
         return self.out / f"{self.name}{f'x{gpus}' if gpus > 1 else ''}-{suite}.json"
 
-    def run(self, name: str, *command: str, gpu: int | None = None) -> str:
-        """What a command printed; "" if it failed."""
+    def run(self, name: str, *command: str, gpu: int | None = None) -> str | None:
+        """What a command printed; None if it failed."""
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
@@ -61,14 +61,13 @@ class Results:
             text = log.read()
         self.done &= code == 0
         print(f"{name}: {'done' if code == 0 else f'failed ({code})'}", flush=True)
-        return text if code == 0 else ""
+        return text if code == 0 else None
 
     def measure(self, name: str, path: Path | None, *command: str, gpu: int | None = None) -> dict[str, Any] | None:
         """The document that a command wrote, which is also put in its place, if it has one."""
         made = self.logs / f"{name}.json"
         made.unlink(missing_ok=True)
-        self.run(name, *command, "--out", str(made), *(["--commit", self.commit] if self.commit else []), gpu=gpu)
-        if not made.exists():
+        if self.run(name, *command, "--out", str(made), *(["--commit", self.commit] if self.commit else []), gpu=gpu) is None:
             return None
         document: dict[str, Any] = json.loads(made.read_text())
         if path:
@@ -114,23 +113,23 @@ def train(results: Results) -> None:
     rows: list[dict[str, Any]] = []
 
     def run(name: str, *more: str) -> str:
-        return results.run(f"train {name}", "-m", "mok", "train", "--device", "cuda", "--checkpoint-every", "0", *more)
+        return results.run(f"train {name}", "-m", "mok", "train", "--device", "cuda", "--checkpoint-every", "0", *more) or ""
 
     def digest(text: str) -> str:
         found = re.search(r"digest ([0-9a-f]{64})", text)
         return found[1] if found else ""
 
     def number(text: str, row: str) -> float | None:
-        found = re.search(rf"{row}\D*([\d,.]+)", text)
+        """The value of a row of the table at the end."""
+        found = re.search(rf"│ *{row} *│ *([\d,.]+)", text)
         return float(found[1].replace(",", "")) if found else None
 
     name = f"all-{os.getpid()}"
     text = run("against torch", "--against", "torch", "--name", f"{name}-torch")
     if text:
-        rows.append(dict(
-            suite="train", gpus=1, digest=digest(text), tokens_per_s=number(text, "in turns, mok"),
-            torch_tokens_per_s=number(text, "in turns, torch"), ratio=number(text, "mok over torch"), gib=number(text, "peak memory"),
-        ))  # fmt: skip
+        rates = {f"{key}tokens_per_s": number(text, f"tokens/s in turns, {of}") for key, of in (("", "mok"), ("torch_", "torch"))}
+        more = dict(ratio=number(text, "mok over torch"), gib=number(text, "peak memory"))
+        rows.append(dict(suite="train", gpus=1, digest=digest(text), **rates, **more))
     if results.gpus > 1:
         digests = {}
         for count in (1, results.gpus):

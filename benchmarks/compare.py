@@ -4,7 +4,7 @@ A root is a folder with a `mok` package. Each runs in a process of its own on th
 card's temperature and the place after a hotter contestant are shared. Every version's result is checked before it is timed. --plans times
 changed plans of every root, too: '{"fine": {"parts": 8}}'. Torch and, in the forward, cuBLAS take turns with them.
 
-Prints milliseconds, medians over all turns.
+Prints milliseconds, the median of each one's turns, of which each is the median of its calls.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ def work(root: str) -> None:
     from mok.bench.layer import OneDevice
     from mok.bench.layers import default_device
     from mok.bench.shapes import ONE_GPU, TINY, choose
-    from mok.bench.timing import _device_times, _host_times
+    from mok.bench.timing import medians
 
     runs: dict[str, Any] = {}
     device = default_device()
-    cuda = device.type == "cuda"
 
     def prepare(shape: str, direction: str, plans: dict[str, dict[str, Any]], rivals: bool) -> dict[str, Any]:
         runs.clear()
-        if cuda:
+        if device.type == "cuda":
             torch.cuda.empty_cache()
         torch.set_grad_enabled(direction == "bwd")
         problem = OneDevice(choose(shape, {**ONE_GPU, **TINY})[shape], device)
@@ -69,10 +68,8 @@ def work(root: str) -> None:
                 run()
         return dict(labels=list(runs), errors=errors)
 
-    def timed(run: str, count: int) -> list[float]:
-        for _ in range(count // 2):  # the card settles
-            runs[run]()
-        return (_device_times if cuda else _host_times)(runs[run], count)
+    def timed(run: str, count: int) -> float:
+        return medians({run: runs[run]}, count, warmup=0, round_of=count)[run]
 
     for line in sys.stdin:
         asked = json.loads(line)
@@ -131,7 +128,7 @@ def main() -> int:
             order.shuffle(runs)
             for name, label in runs:
                 roots[name].send(run=label, count=options.calls)
-                times[name, label] += roots[name].answer()
+                times[name, label].append(roots[name].answer())
         medians = {f"{name} {label}".strip(): statistics.median(values) for (name, label), values in sorted(times.items())}
         print(f"{shape:16} {options.direction} " + "  ".join(f"{label} {ms:.3f}" for label, ms in medians.items()), flush=True)
     for root in roots.values():

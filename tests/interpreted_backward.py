@@ -5,6 +5,7 @@ Run alone: TRITON_INTERPRET=1 python tests/interpreted_backward.py [case ...]
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import time
@@ -383,25 +384,23 @@ def case_shared_and_clamp():
     assert_near(run(problem, d_y, 2, clamp=0.25), want)
 
 
-def case_needs():
-    """Only what is asked for, with the same bits."""
-    problem = Problem(6, 30, 16, 24, 3, 1, shared_width=24)
+def check_needs(run, problem, nothing: bool) -> None:
+    """run(problem, d_y, ranks=1, ...) makes only what is asked for, with the same bits. nothing: asking for nothing is a call, too."""
     d_y = make_d_y(problem)
     whole = dict(run(problem, d_y).items())
-    for x in (False, True):
-        for weights in (False, True):
-            for experts in (False, True):
-                needs = Needs(x, weights, experts, shared=experts)
-                got = dict(run(problem, d_y, needs=needs).items())
-                of_weights = ["gate", "up", "down", "shared gate", "shared up", "shared down"]
-                names = [*["d_x"] * x, *["d_weights"] * weights, *of_weights * experts]
-                assert sorted(got) == sorted(names), (needs, list(got))
-                assert all(torch.equal(value, whole[name]) for name, value in got.items()), needs
+    for x, weights, experts in itertools.product((False, True), repeat=3):
+        if not (nothing or x or weights or experts):
+            continue
+        needs = Needs(x, weights, experts, shared=experts)
+        got = dict(run(problem, d_y, needs=needs).items())
+        of_weights = ["gate", "up", "down", "shared gate", "shared up", "shared down"]
+        names = [*["d_x"] * x, *["d_weights"] * weights, *of_weights * experts]
+        assert sorted(got) == sorted(names), (needs, list(got))
+        assert all(torch.equal(value, whole[name]) for name, value in got.items()), needs
 
 
-def case_main_grads():
-    """Sums are added into fp32 accumulators, cut experts once; an idle expert's stays as it was."""
-    problem = Problem(7, 60, 32, 24, 3, 1, masked=0.0, shared_width=16)
+def check_main_grads(run, problem) -> None:
+    """Sums are added into fp32 accumulators, cut experts once; an idle expert's stays as it was. problem: 60 tokens, 3 experts, K = 1."""
     problem.ids_TK[:] = 0
     problem.ids_TK[:9] = 2
     problem.weights_TK = torch.randn(60, 1)
@@ -416,6 +415,14 @@ def case_main_grads():
         start = 7.0 if main.dim() == 3 else -3.0
         assert torch.allclose((main - start) / 2, grad.float(), rtol=6e-3, atol=1e-5)
     assert all((main[1] == 7).all() for main in mains)
+
+
+def case_needs():
+    check_needs(run, Problem(6, 30, 16, 24, 3, 1, shared_width=24), nothing=True)
+
+
+def case_main_grads():
+    check_main_grads(run, Problem(7, 60, 32, 24, 3, 1, masked=0.0, shared_width=16))
 
 
 def case_extremes():

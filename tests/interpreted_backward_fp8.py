@@ -11,7 +11,15 @@ import sys
 from dataclasses import replace
 
 # isort: off
-from interpreted_backward import Problem, Result, assert_equal, assert_near, make_d_y  # before triton: sets TRITON_INTERPRET
+from interpreted_backward import (  # before triton: sets TRITON_INTERPRET
+    Problem,
+    Result,
+    assert_equal,
+    assert_near,
+    check_main_grads,
+    check_needs,
+    make_d_y,
+)
 from interpreted_cases import BLOCK, CPU, make_schedules, shared
 
 # isort: on
@@ -222,40 +230,12 @@ def case_half_tiles():
 
 
 def case_needs():
-    """Only what is asked for, with the same bits."""
-    problem = Problem(6, 30, 16, 144, 3, 1, shared_width=24)
-    d_y = make_d_y(problem)
-    whole = dict(run(problem, d_y).items())
-    for x in (False, True):
-        for weights in (False, True):
-            for experts in (False, True):
-                needs = Needs(x, weights, experts, shared=experts)
-                if not (x or weights or experts):  # then there is no launch
-                    continue
-                got = dict(run(problem, d_y, needs=needs).items())
-                of_weights = ["gate", "up", "down", "shared gate", "shared up", "shared down"]
-                names = [*["d_x"] * x, *["d_weights"] * weights, *of_weights * experts]
-                assert sorted(got) == sorted(names), (needs, list(got))
-                assert all(torch.equal(value, whole[name]) for name, value in got.items()), needs
+    """Asked for nothing there is no launch."""
+    check_needs(run, Problem(6, 30, 16, 144, 3, 1, shared_width=24), nothing=False)
 
 
 def case_main_grads():
-    """Sums are added into fp32 accumulators, cut experts once; an idle expert's stays as it was."""
-    problem = Problem(7, 60, 144, 32, 3, 1, masked=0.0, shared_width=16)
-    problem.ids_TK[:] = 0
-    problem.ids_TK[:9] = 2
-    problem.weights_TK = torch.randn(60, 1)
-    d_y = make_d_y(problem)
-    plain = run(problem, d_y)
-    mains = tuple(shared(torch.full(w.shape, 7.0)) for w in (problem.gate_EIH, problem.up_EIH, problem.down_EHI))
-    shared_mains = tuple(shared(torch.full(w.shape, -3.0)) for w in problem.shared)
-    for _ in range(2):
-        got = run(problem, d_y, mains=mains, shared_mains=shared_mains)
-        assert got.gate is None and got.shared is None and torch.equal(got.d_x, plain.d_x)
-    for main, grad in zip((*mains, *shared_mains), (plain.gate, plain.up, plain.down, *plain.shared), strict=True):
-        start = 7.0 if main.dim() == 3 else -3.0
-        assert torch.allclose((main - start) / 2, grad.float(), rtol=6e-3, atol=1e-5)
-    assert all((main[1] == 7).all() for main in mains)
+    check_main_grads(run, Problem(7, 60, 144, 32, 3, 1, masked=0.0, shared_width=16))
 
 
 def case_extremes():

@@ -19,7 +19,7 @@ from mok.bench.checks import Experts
 from mok.bench.shapes import Shape
 from mok.config import TILE_M, Tuning
 from mok.executor import row_swiglu
-from mok.quantize import MX_ROW, Precision
+from mok.quantize import Precision
 
 Changes = dict[str, Any]  # fields of ForwardPlan and BackwardPlan; either takes those that it has
 NAMES = ("d_x", "d_weights", "d_gate", "d_up", "d_down")
@@ -84,17 +84,13 @@ class GpuLayer:
 
         hidden, device = experts[0].shape[2], experts[0].device
         size = compile_for if group is None else dist.get_world_size(group)
-        sizes = (tokens, hidden, num_experts, top_k, size)
+        layout = memory.layer_regions(precision, tokens, hidden, num_experts, top_k, size)
         self.quantized: Any = None
         self.transposed = None
         if precision == "mxfp8":
-            layout = [*memory.regions(*sizes), *memory.quantized_regions(tokens, hidden, MX_ROW)]
             self.quantized = experts_for(device, *experts)
         elif precision == "fp8":
-            layout = memory.quantized_backward_regions(*sizes)
             self.quantized, self.transposed = QuantizedExperts.of(*experts), TransposedExperts.of(*experts)
-        else:
-            layout = memory.backward_regions(*sizes)
         # All of the views: their owner keeps the peers' memory.
         self.views = [memory.symmetric_memory(layout, group, device)] if group else memory.virtual_memory(layout, size, device)
         self.workspace = Workspace(self.views[0], tokens, hidden, top_k, device, timeout_s=60.0, warming=compile_for > 1)

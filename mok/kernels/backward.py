@@ -22,8 +22,7 @@ from mok.kernels import memory
 from mok.kernels.dispatch import pull_rows
 from mok.kernels.experts import find_slots, push_to_slots, rounded_pairs, store_rows
 from mok.kernels.gradients import (
-    d_weight_run,
-    d_weight_tile,
+    d_weight_task,
     gate_and_up,
     hidden_slices,
     multiply_rows,
@@ -399,29 +398,12 @@ def backward_kernel(
                                     out_desc = shared_d_gate_weight_desc
                         rows = tl.where(down, H, width)
                         columns = tl.where(down, width, H)
-                        m = (at >> 16) * BLOCK_M
-                        n = (at & 65535) * (RUN * BLOCK_N)
-                        tiles = tl.minimum(RUN, tl.cdiv(columns - n, BLOCK_N))
                         ticket, next_kind = take_ticket(taken, lanes, list_ptr, total)
-                        cut = 0
-                        if CARRY:
-                            cut = (carried | (last == 0)).to(tl.int32)
-                        if BY_COPY_ENGINE:
-                            if cut == 0:
-                                d_weight_run(
-                                    a_desc, b_desc, out_desc, from_row, wrap, depth, m, n, tiles, expert * rows + m, trace_ptr, number,
-                                    TRACE, RUN, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_N if RUN == 1 else STORE,
-                                )  # fmt: skip
-                        if CARRY | (not BY_COPY_ENGINE):
-                            if (cut == 1) | (not BY_COPY_ENGINE):
-                                out_offset = expert.to(tl.int64) * (I * H)
-                                carry_offset = tl.where(down, 2, tl.where(up, 1, 0)).to(tl.int64) * (I * H)
-                                for i in range(tiles):
-                                    d_weight_tile(
-                                        a_desc, b_desc, out_ptr, carry_ptr, out_offset, carry_offset, from_row, wrap, depth, m,
-                                        n + i * BLOCK_N, rows, columns, carried, last,
-                                        ACCUMULATE, CARRY, BLOCK_M, BLOCK_N, BLOCK_K, STORE,
-                                    )  # fmt: skip
+                        d_weight_task(
+                            a_desc, b_desc, out_desc, out_ptr, carry_ptr, expert, part, at, depth, last, carried, from_row, wrap,
+                            rows, columns, number, trace_ptr, I * H,
+                            CARRY, ACCUMULATE, BY_COPY_ENGINE, RUN, BLOCK_M, BLOCK_N, BLOCK_K, STORE, TRACE,
+                        )  # fmt: skip
                 elif kind == GATE_UP:
                     if RECOMPUTE:
                         to_row = (tile % ring) * BLOCK_M

@@ -18,12 +18,11 @@ import triton
 import triton.language as tl
 
 from mok.kernels.backward import pull_weights, wait_for_group, wait_for_inputs
-from mok.kernels.dispatch import widened_blocks
+from mok.kernels.dispatch import find_tokens, widened_blocks
 from mok.kernels.experts import find_slots, push_to_slots, rounded_pairs, widened_pairs
 from mok.kernels.forward_fp8 import step_sum
 from mok.kernels.gradients import (
-    d_weight_run,
-    d_weight_tile,
+    d_weight_task,
     halves,
     hidden_gradient,
     load_slice,
@@ -51,8 +50,8 @@ from mok.kernels.groups import (
     TICKET,
     take_ticket,
 )
-from mok.kernels.quantize import e4m3, scale_code, scale_of
-from mok.kernels.signals import X_FREE, announce, finish_copy_engine_stores, order_copy_engine, peer_address
+from mok.kernels.quantize import e4m3, inverse_of, scale_code, scale_of
+from mok.kernels.signals import X_FREE, announce, finish_copy_engine_stores, order_copy_engine
 from mok.kernels.trace import BEGIN, COMPUTED, DONE, READY, note, note_begin, note_end
 
 GROUP = tl.constexpr(32)  # rows of a part of a pull
@@ -68,13 +67,8 @@ def load_quantized(
 ):  # fmt: skip
     """Columns start .. start + BLOCK_H of rows' tokens: E4M3 bits, and the codes of their blocks; zeros where a row is not live."""
     BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
-    token = (slot // K).to(tl.int64)
-    if R == 1:
-        values_of = x_ptr + token * H
-        codes_of = scale_ptr + token * BLOCKS
-    else:
-        values_of = peer_address(x_ptrs, tl.maximum(source, 0), tl.uint8) + token * H
-        codes_of = peer_address(scale_ptrs, tl.maximum(source, 0), tl.uint8) + token * BLOCKS
+    values_of = find_tokens(x_ptr, x_ptrs, source, slot, H, K, R)
+    codes_of = find_tokens(scale_ptr, scale_ptrs, source, slot, BLOCKS, K, R)
     columns = start + tl.arange(0, BLOCK_H)
     blocks = start // BLOCK + tl.arange(0, BLOCK_H // BLOCK)
     values = tl.load(values_of[:, None] + columns[None, :], mask=live[:, None] & (columns < H)[None, :], other=0)
@@ -187,7 +181,7 @@ def store_quantized(left, right, ring_desc, scale_ptr, row, column, SLICE: tl.co
     right = widened_pairs(right)
     largest = tl.maximum(tl.max(left.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), tl.max(right.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1))
     code = scale_code(largest)
-    inverse = tl.where(code == 255, 0x7FC00000, (254 - code) << 23).to(tl.float32, bitcast=True)
+    inverse = inverse_of(code)
     ring_desc.store([row, column], e4m3(left * inverse[:, None]).to(tl.float8e4nv, bitcast=True))
     ring_desc.store([row, column + SLICE], e4m3(right * inverse[:, None]).to(tl.float8e4nv, bitcast=True))
     tl.store(scale_ptr, code.to(tl.uint8))
@@ -384,28 +378,11 @@ def weight_task(
     wrap = ring * BLOCK_M
     rows = tl.where(down, H, I)
     columns = tl.where(down, I, H)
-    m = (at >> 16) * BLOCK_M
-    n = (at & 65535) * (RUN * BLOCK_N)
-    tiles = tl.minimum(RUN, tl.cdiv(columns - n, BLOCK_N))
     ticket, next_kind = take_ticket(taken, lanes, list_ptr, total)
-    cut = 0
-    if CARRY:
-        cut = (carried | (last == 0)).to(tl.int32)
-    if BY_COPY_ENGINE:
-        if cut == 0:
-            d_weight_run(
-                a_desc, b_desc, out_desc, from_row, wrap, depth, m, n, tiles, expert * rows + m, trace_ptr, number,
-                TRACE, RUN, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_N if RUN == 1 else STORE,
-            )  # fmt: skip
-    if CARRY | (not BY_COPY_ENGINE):
-        if (cut == 1) | (not BY_COPY_ENGINE):
-            out_offset = expert.to(tl.int64) * (I * H)
-            carry_offset = tl.where(down, 2, tl.where(up, 1, 0)).to(tl.int64) * (I * H)
-            for i in range(tiles):
-                d_weight_tile(
-                    a_desc, b_desc, out_ptr, carry_ptr, out_offset, carry_offset, from_row, wrap, depth, m, n + i * BLOCK_N, rows, columns,
-                    carried, last, ACCUMULATE, CARRY, BLOCK_M, BLOCK_N, BLOCK_K, STORE,
-                )  # fmt: skip
+    d_weight_task(
+        a_desc, b_desc, out_desc, out_ptr, carry_ptr, expert, part, at, depth, last, carried, from_row, wrap,
+        rows, columns, number, trace_ptr, I * H, CARRY, ACCUMULATE, BY_COPY_ENGINE, RUN, BLOCK_M, BLOCK_N, BLOCK_K, STORE, TRACE,
+    )  # fmt: skip
     return ticket, next_kind
 
 

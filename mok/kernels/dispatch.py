@@ -97,11 +97,8 @@ def pull_scales(
     WIDE: tl.constexpr = triton.next_power_of_2(STORED)
     lanes = tl.arange(0, ROWS)
     source = tl.load(peer_rank_ptr + row + lanes)
-    offset = (tl.load(peer_token_idx_ptr + row + lanes) // K).to(tl.int64) * BLOCKS
-    if R == 1:
-        tokens = scale_ptr + offset
-    else:
-        tokens = peer_address(scale_ptrs, tl.maximum(source, 0), tl.uint8) + offset
+    slot = tl.load(peer_token_idx_ptr + row + lanes)
+    tokens = find_tokens(scale_ptr, scale_ptrs, source, slot, BLOCKS, K, R)
     blocks = tl.arange(0, WIDE)[None, :]
     codes = tl.load(tokens[:, None] + blocks, mask=(source >= 0)[:, None] & (blocks < BLOCKS), other=0)
     rows = (ring_row + lanes)[:, None]

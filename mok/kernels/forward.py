@@ -59,6 +59,20 @@ def needs(
 
 
 @triton.jit
+def wait_for_inputs(
+    kind, tile, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, control_ptrs, rank, ring, wait_limit,
+    R: tl.constexpr, PARTS: tl.constexpr, UPS: tl.constexpr, DOWNS: tl.constexpr, SHARED_UPS: tl.constexpr,
+):  # fmt: skip
+    """What a task reads is there, and what it overwrites is no longer read. False: gave up."""
+    signal, least, what = needs(kind, tile, x_ready_ptr, h_ready_ptr, shared_h_ready_ptr, ring, PARTS, UPS, SHARED_UPS)
+    ok = wait_for(signal, least, control_ptrs, rank, tile, what, wait_limit, R)
+    if (kind == UP) & (tile >= ring) & ok:  # the place of h, too
+        ok = wait_for(h_free_ptr + tile - ring, DOWNS, control_ptrs, rank, tile, H_FREE, wait_limit, R)
+    order_copy_engine(tile)
+    return ok
+
+
+@triton.jit
 def expert_task(
     kind, tile, part, expert, ring_row, ticket, taken, lanes, tasks_ptr, num_tasks,
     x_desc, h_desc, store_h_desc, save_gate_desc, save_up_desc,
@@ -167,11 +181,10 @@ def forward_kernel(
         kind, tile, part, expert, half = unpack(task)
         row = tile * BLOCK_M
         ring_row = (tile % ring) * BLOCK_M
-        signal, least, what = needs(kind, tile, x_ready_ptr, h_ready_ptr, shared_h_ready_ptr, ring, PARTS, UPS, SHARED_UPS)
-        ok = wait_for(signal, least, control_ptrs, rank, tile, what, wait_limit, R)
-        if (kind == UP) & (tile >= ring) & ok:  # the place of h, too
-            ok = wait_for(h_free_ptr + tile - ring, DOWNS, control_ptrs, rank, tile, H_FREE, wait_limit, R)
-        order_copy_engine(tile)
+        ok = wait_for_inputs(
+            kind, tile, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, control_ptrs, rank, ring, wait_limit,
+            R, PARTS, UPS, DOWNS, SHARED_UPS,
+        )  # fmt: skip
         following = tl.where(lanes == 0, END, 0).to(tl.int64)
         if TRACE:
             note(trace_ptr, ticket, READY)

@@ -20,9 +20,9 @@ import triton.language as tl
 
 from mok.kernels.dispatch import pull_rows, pull_scales
 from mok.kernels.experts import find_slots, in_order, push_to_slots, rounded_halves, rounded_pairs, swiglu, widened_pairs
-from mok.kernels.forward import needs
+from mok.kernels.forward import wait_for_inputs
 from mok.kernels.quantize import e4m3_to_fp32, quantize_tile, scale_of
-from mok.kernels.signals import H_FREE, INTERPRETING, announce, finish_copy_engine_stores, order_copy_engine, wait_for
+from mok.kernels.signals import INTERPRETING, announce, finish_copy_engine_stores, order_copy_engine
 from mok.kernels.tasks import END, NOTHING, PULL, UP, find, of_lane_0, unpack
 from mok.kernels.trace import BEGIN, COMPUTED, DONE, READY, note, note_begin, note_end
 
@@ -177,11 +177,9 @@ def forward_mxfp8_kernel(
             note(trace_ptr, ticket, BEGIN)
         kind, tile, part, expert, _ = unpack(task)
         ring_row = (tile % ring) * BLOCK_M
-        signal, least, what = needs(kind, tile, x_ready_ptr, h_ready_ptr, h_ready_ptr, ring, PARTS, UPS, 0)
-        ok = wait_for(signal, least, control_ptrs, rank, tile, what, wait_limit, R)
-        if (kind == UP) & (tile >= ring) & ok:  # the place of h, too
-            ok = wait_for(h_free_ptr + tile - ring, DOWNS, control_ptrs, rank, tile, H_FREE, wait_limit, R)
-        order_copy_engine(tile)
+        ok = wait_for_inputs(
+            kind, tile, x_ready_ptr, h_ready_ptr, h_free_ptr, h_ready_ptr, control_ptrs, rank, ring, wait_limit, R, PARTS, UPS, DOWNS, 0
+        )
         following = tl.where(lanes == 0, END, 0).to(tl.int64)
         if TRACE:
             note(trace_ptr, ticket, READY)

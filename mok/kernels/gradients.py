@@ -311,3 +311,31 @@ def d_weight_tile(
     if (last == 1) & ((not ADD) | (depth > 0)):
         for i in tl.static_range(BLOCK_N // SLICE):
             store_sum(parts[i], to_ptr, offset, a_column, b_column + i * SLICE, rows, columns, ADD, BLOCK_M, SLICE)
+
+
+@triton.jit
+def d_weight_task(
+    a_desc, b_desc, out_desc, out_ptr, carry_ptr, expert, which, at, depth, last, carried, from_row, wrap, rows, columns, number, trace_ptr,
+    elements, CARRY: tl.constexpr, ACCUMULATE: tl.constexpr, BY_COPY_ENGINE: tl.constexpr, RUN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STORE: tl.constexpr, TRACE: tl.constexpr,
+):  # fmt: skip
+    """A run of tiles of an expert's gradient [rows, columns], of `elements`; which: 0 gate, 1 up, 2 down; at: where the run begins."""
+    m = (at >> 16) * BLOCK_M
+    n = (at & 65535) * (RUN * BLOCK_N)
+    tiles = tl.minimum(RUN, tl.cdiv(columns - n, BLOCK_N))
+    cut = 0
+    if CARRY:
+        cut = (carried | (last == 0)).to(tl.int32)
+    if BY_COPY_ENGINE:
+        if cut == 0:
+            d_weight_run(
+                a_desc, b_desc, out_desc, from_row, wrap, depth, m, n, tiles, expert * rows + m, trace_ptr, number,
+                TRACE, RUN, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_N if RUN == 1 else STORE,
+            )  # fmt: skip
+    if CARRY | (not BY_COPY_ENGINE):
+        if (cut == 1) | (not BY_COPY_ENGINE):
+            for i in range(tiles):
+                d_weight_tile(
+                    a_desc, b_desc, out_ptr, carry_ptr, expert.to(tl.int64) * elements, which.to(tl.int64) * elements, from_row, wrap,
+                    depth, m, n + i * BLOCK_N, rows, columns, carried, last, ACCUMULATE, CARRY, BLOCK_M, BLOCK_N, BLOCK_K, STORE,
+                )  # fmt: skip

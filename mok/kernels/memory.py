@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mok.fabric import Region, SymmetricFabric, region_offsets
-from mok.quantize import FP8_ROW, Block, scale_shape
+from mok.quantize import FP8_ROW, MX_ROW, Block, Precision, scale_shape
 
 # Words of the control region (int32). HOST: the address (two words) of HOST_WORDS words of host memory that the kernels can write, laid out
 # like the report. REPORT: a state (0 none, 1 being written, 2 complete) followed by five values.
@@ -73,6 +73,14 @@ def quantized_backward_regions(max_tokens: int, hidden: int, num_experts: int, t
         Region("d_weights", (slots,), torch.float32),
         Region("d_y", (0, hidden), torch.bfloat16),
     ]
+
+
+def layer_regions(precision: Precision, max_tokens: int, hidden: int, num_experts: int, top_k: int, ranks: int) -> list[Region]:
+    """What a layer with experts in this format needs; in "mxfp8", which has no backward, for the forward."""
+    sizes = (max_tokens, hidden, num_experts, top_k, ranks)
+    if precision == "mxfp8":
+        return [*regions(*sizes), *quantized_regions(max_tokens, hidden, MX_ROW)]
+    return quantized_backward_regions(*sizes) if precision == "fp8" else backward_regions(*sizes)
 
 
 @dataclass

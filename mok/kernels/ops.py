@@ -31,7 +31,7 @@ from mok.kernels.launch_backward import BackwardPlan, Needs
 from mok.kernels.launch_fp8 import QuantizedExperts
 from mok.kernels.schedule import DeviceSchedule, max_tiles, schedule_sizes
 from mok.kernels.signals import peer_address
-from mok.quantize import MX_ROW, Precision
+from mok.quantize import Precision
 from mok.schedule import local_experts
 from mok.tune import Choice, Key, tuned
 
@@ -63,11 +63,7 @@ def make_workspace(
                 listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
                 raise ValueError(f"{name} must be equal on all ranks of the group ({listed})")
     most = max(shape[0] for shape in everyone)
-    shape = (most, hidden, num_experts, top_k, len(everyone))
-    if precision == "mxfp8":
-        layout = [*memory.regions(*shape), *memory.quantized_regions(most, hidden, MX_ROW)]
-    else:
-        layout = (memory.quantized_backward_regions if precision == "fp8" else memory.backward_regions)(*shape)
+    layout = memory.layer_regions(precision, most, hidden, num_experts, top_k, len(everyone))
     with _on(device):
         view = memory.virtual_memory(layout, 1, device)[0] if alone else memory.symmetric_memory(layout, group, device)
         workspace = Workspace(view, most, hidden, top_k, device, timeout_s, num_sms, precision=precision)

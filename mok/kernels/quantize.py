@@ -71,12 +71,17 @@ def scale_of(code):
 
 
 @triton.jit
+def inverse_of(code):
+    """E8M0 codes (int32) -> fp32, what a block is multiplied with: 127 -> 1, 254 -> 0, 255 -> NaN."""
+    return tl.where(code == 255, 0x7FC00000, (254 - code) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def e4m3_rows(x):
     """fp32 rows [M, N], each of them one block -> E4M3 values like x, codes (int32) [M]. See `quantize_tile`."""
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     code = scale_code(tl.max(bits, 1))
-    inverse = tl.where(code == 255, 0x7FC00000, (254 - code) << 23).to(tl.float32, bitcast=True)
-    return e4m3(x * inverse[:, None]).to(tl.float8e4nv, bitcast=True), code
+    return e4m3(x * inverse_of(code)[:, None]).to(tl.float8e4nv, bitcast=True), code
 
 
 @triton.jit
@@ -99,8 +104,7 @@ def quantize_tile(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     blocks = tl.reshape(widened(x), (M // ROWS, ROWS, N // COLUMNS, COLUMNS))
     bits = blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     code = scale_code(tl.max(tl.max(bits, 3), 1))
-    inverse = tl.where(code == 255, 0x7FC00000, (254 - code) << 23).to(tl.float32, bitcast=True)
-    scaled = blocks * tl.expand_dims(tl.expand_dims(inverse, 1), 3)
+    scaled = blocks * tl.expand_dims(tl.expand_dims(inverse_of(code), 1), 3)
     return e4m3(tl.reshape(scaled, (M, N))), code.to(tl.uint8)
 
 
