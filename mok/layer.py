@@ -517,7 +517,7 @@ class MoE(nn.Module):
         router_x, routed_x, *others = _FanOut.apply(x.reshape(-1, x.shape[-1]), 2 + separate + gated)
         shared = scale = None
         if self.shared is not None:
-            gate_x = others.pop() if gated else None
+            gate_x = others[-1] if gated else None
             if separate:
                 shared = self.shared(others[0], gate_x)
             elif gate_x is not None:
