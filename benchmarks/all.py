@@ -93,8 +93,8 @@ def layer(results: Results, gpu: int) -> None:
 
 
 def formats(results: Results, gpu: int) -> None:
-    commands = {f"forward {name}": (*FORWARD, "--precision", name) for name in ("fp8", "mxfp8")}
-    rows_of(results, gpu, "formats", {**commands, "backward fp8": (*BACKWARD, "--precision", "fp8")})
+    commands = {f"forward-{name}": (*FORWARD, "--precision", name) for name in ("fp8", "mxfp8")}
+    rows_of(results, gpu, "formats", {**commands, "backward-fp8": (*BACKWARD, "--precision", "fp8")})
 
 
 def suites(results: Results, gpu: int) -> None:
@@ -104,8 +104,8 @@ def suites(results: Results, gpu: int) -> None:
 
 def ranks(results: Results) -> None:
     count = str(results.gpus)
-    for suite in ("comm", "ep", "overlap"):
-        results.measure(f"{suite} x{count}", results.file(suite, results.gpus), "-m", f"mok.bench.{suite}", "--ranks", count)
+    for suite in ("ep", "comm", "overlap"):
+        results.measure(f"{suite}-x{count}", results.file(suite, results.gpus), "-m", f"mok.bench.{suite}", "--ranks", count)
 
 
 def train(results: Results) -> None:
@@ -113,7 +113,7 @@ def train(results: Results) -> None:
     rows: list[dict[str, Any]] = []
 
     def run(name: str, *more: str) -> str:
-        return results.run(f"train {name}", "-m", "mok", "train", "--device", "cuda", "--checkpoint-every", "0", *more) or ""
+        return results.run(f"train-{name}", "-m", "mok", "train", "--device", "cuda", "--checkpoint-every", "0", *more) or ""
 
     def digest(text: str) -> str:
         found = re.search(r"digest ([0-9a-f]{64})", text)
@@ -125,7 +125,7 @@ def train(results: Results) -> None:
         return float(found[1].replace(",", "")) if found else None
 
     name = f"all-{os.getpid()}"
-    text = run("against torch", "--against", "torch", "--name", f"{name}-torch")
+    text = run("against-torch", "--against", "torch", "--name", f"{name}-torch")
     if text:
         rates = {f"{key}tokens_per_s": number(text, f"tokens/s in turns, {of}") for key, of in (("", "mok"), ("torch_", "torch"))}
         more = dict(ratio=number(text, "mok over torch"), gib=number(text, "peak memory"))
@@ -133,7 +133,7 @@ def train(results: Results) -> None:
     if results.gpus > 1:
         digests = {}
         for count in (1, results.gpus):
-            text = run(f"on {count}", "--steps", "40", "--ranks", str(count), "--name", f"{name}-{count}")
+            text = run(f"on-{count}", "--steps", "40", "--ranks", str(count), "--name", f"{name}-{count}")
             digests[count] = digest(text)
             rows.append(dict(suite="train", gpus=count, steps=40, digest=digests[count], tokens_per_s=number(text, "tokens/s")))
         if len(set(digests.values())) > 1:
