@@ -262,7 +262,8 @@ class Tuning:
     macrobatch: rows of the ring that holds dispatched rows; a multiple of minibatch. It bounds memory, never correctness.
     saved_rows: how many of a rank's rows keep gate and up (2 * I values each) from forward to backward; the rest are recomputed in
         backward. None keeps all (in a group of GPUs, a quarter more than under a balanced load), 0 none.
-    timeout_s: seconds that a rank waits for another one before it raises `FabricError`.
+    timeout_s: about how many seconds a rank waits for another one before it raises `FabricError`. In its first call a rank may wait for
+        another one's compiler.
     num_sms: on a GPU, programs of a kernel; 0 means one per multiprocessor. What is left serves other kernels, NCCL's for instance.
     max_tokens: on a GPU, the most tokens that a rank of a group will bring; None means as many as the first call brings. Memory for
         dispatch and combine is sized by it once, since later calls never wait for the host. A rank without a group needs no limit.
@@ -274,7 +275,7 @@ class Tuning:
     minibatch: int = 4096
     macrobatch: int = 32768
     saved_rows: int | None = None
-    timeout_s: float = 120.0
+    timeout_s: float = 600.0
     num_sms: int = 0
     max_tokens: int | None = None
 

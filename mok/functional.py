@@ -54,7 +54,7 @@ class MoKConfig:
     all_gather_top_experts_chunk_bytes: int = 2048
     num_sms: int = 0
     saved_rows: int | None = None
-    timeout_s: float = 120.0
+    timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         for name in ("fwd_num_comm_sms", "bwd_num_comm_sms", "minibatch_size", "macrobatch_size", "all_gather_top_experts_chunk_bytes"):

@@ -93,7 +93,7 @@ class GpuLayer:
             self.quantized, self.transposed = QuantizedExperts.of(*experts), TransposedExperts.of(*experts)
         # All of the views: their owner keeps the peers' memory.
         self.views = [memory.symmetric_memory(layout, group, device)] if group else memory.virtual_memory(layout, size, device)
-        self.workspace = Workspace(self.views[0], tokens, hidden, top_k, device, timeout_s=60.0, warming=compile_for > 1)
+        self.workspace = Workspace(self.views[0], tokens, hidden, top_k, device, timeout_s=300.0, warming=compile_for > 1)
         self.num_experts, self.experts, self.shared = num_experts, experts, shared
         self.saved_rows = rows_to_save(tokens, top_k, experts[0].shape[0], saved)
 

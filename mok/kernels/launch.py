@@ -68,6 +68,11 @@ class Saved:
     shared_up_TS: Tensor
 
 
+def _wait(record: dict[str, int]) -> str:
+    what = memory_module.STATES[record["what"]]
+    return f"rank {record['rank']}, task {record['task']}: waited for {what}, expected {record['expected']}, found {record['found']}"
+
+
 @dataclass
 class Workspace:
     """One rank's memory for layers of one H and K. `scratch` holds what a call needs and the next one may overwrite."""
@@ -118,11 +123,14 @@ class Workspace:
         if failure is None:
             return
         self.memory.clear_failure()
-        rank, task, expected, found = (failure[name] for name in ("rank", "task", "expected", "found"))
-        what = memory_module.STATES[failure["what"]]
-        if what == "expert id":
-            raise ValueError(f"ids_TK: slot {task} of rank {rank} is {found}: must be -1 or in 0..{expected}")
-        raise FabricError(f"rank {rank}, task {task}: waited for {what}, expected {expected}, found {found}", [rank])
+        report, own = failure
+        rank = report["rank"]
+        if memory_module.STATES[report["what"]] == "expert id":
+            raise ValueError(f"ids_TK: slot {report['task']} of rank {rank} is {report['found']}: must be -1 or in 0..{report['expected']}")
+        text = _wait(report)
+        if rank != self.memory.rank:
+            text += f"; ended with it: {_wait(own)}" if own else f"; rank {self.memory.rank} lacked nothing: its launches came late"
+        raise FabricError(text, [rank])
 
     def barrier(self) -> None:
         if self.memory.size > 1:

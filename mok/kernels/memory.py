@@ -18,10 +18,10 @@ from torch import Tensor
 from mok.fabric import Region, SymmetricFabric, region_offsets
 from mok.quantize import FP8_ROW, MX_ROW, Block, Precision, scale_shape
 
-# Words of the control region (int32). HOST: the address (two words) of HOST_WORDS words of host memory that the kernels can write, laid out
-# like the report. REPORT: a state (0 none, 1 being written, 2 complete) followed by five values.
-ABORT, EPOCH, HOST, REPORT, FLAGS = 0, 1, 2, 8, 32
-HOST_WORDS = 6
+# Words of the control region (int32). HOST: the address (two words) of host memory for two records that the kernels can write: the report,
+# which is the same on every rank, and this rank's own. A record: a state (0 none, 1 being written, 2 complete) followed by five values.
+ABORT, EPOCH, HOST, REPORT, OWN, FLAGS = 0, 1, 2, 8, 16, 32
+RECORD_WORDS = 6
 GENERATION = 1 << 20
 REPORT_FIELDS = ("rank", "task", "what", "expected", "found")
 
@@ -95,11 +95,13 @@ class PeerMemory:
     host: Tensor
     handle: Any = None
 
-    def failure(self) -> dict[str, int] | None:
-        """The report that ended a call of this rank, if one did. Reads host memory only: no synchronization."""
+    def failure(self) -> tuple[dict[str, int], dict[str, int] | None] | None:
+        """The report that ended a call of this rank, if one did, and what this rank itself lacked then. Reads host memory only: no
+        synchronization."""
         if int(self.host[0]) == 0:
             return None
-        return dict(zip(REPORT_FIELDS, self.host[1:].tolist(), strict=True))
+        report, own = (dict(zip(REPORT_FIELDS, record[1:], strict=True)) for record in self.host.view(2, RECORD_WORDS).tolist())
+        return report, own if int(self.host[RECORD_WORDS]) else None
 
     def clear_failure(self) -> None:
         """Make the next call an ordinary one, on every rank that does this once for the failure.
@@ -110,7 +112,7 @@ class PeerMemory:
         epoch = self.own["control"][EPOCH]
         epoch.copy_((epoch // GENERATION + 1) * GENERATION)
         self.own["control"][ABORT].zero_()
-        self.own["control"][REPORT : REPORT + HOST_WORDS].zero_()
+        self.own["control"][REPORT:FLAGS].zero_()
 
 
 def _view(buffer: Tensor, layout: Sequence[Region], rank: int, bases: Sequence[int], handle: Any = None) -> PeerMemory:
@@ -118,7 +120,7 @@ def _view(buffer: Tensor, layout: Sequence[Region], rank: int, bases: Sequence[i
     own = {r.name: buffer[offsets[r.name] : offsets[r.name] + r.nbytes].view(r.dtype).view(r.shape) for r in layout}
     table = torch.tensor([[base + offsets[r.name] for base in bases] for r in layout], dtype=torch.int64, device=buffer.device)
     cuda = buffer.device.type == "cuda"
-    host = torch.zeros(HOST_WORDS, dtype=torch.int32, pin_memory=cuda)
+    host = torch.zeros(2 * RECORD_WORDS, dtype=torch.int32, pin_memory=cuda)
     if not cuda:
         host.share_memory_()
     own["control"][HOST : HOST + 2].copy_(torch.tensor([host.data_ptr()], dtype=torch.int64).view(torch.int32))

@@ -2,7 +2,8 @@
 
 A signal is an int32 counter. Whoever reaches a state adds to it with release order; whoever needs the state reads it with acquire order
 until it is large enough. A wait gives up after `limit` readings: the first to give up writes a report (rank, task, what, expected, found)
-to every rank and raises the abort flag of every rank, which all other waits see; they return False and their programs end.
+to every rank and raises the abort flag of every rank, which all other waits see; they return False and their programs end. The first wait
+of each rank that ends so also leaves a record of its own: what this rank lacked tells more than whom the others waited for.
 
 Rows written by ordinary stores are read by the copy engine (TMA), and tiles stored by the copy engine are announced by ordinary atomics.
 The two kinds of access are ordered only by the fences below.
@@ -20,8 +21,9 @@ INTERPRETING = tl.constexpr(bool(knobs.runtime.interpret))
 ABORT = tl.constexpr(memory.ABORT)
 EPOCH = tl.constexpr(memory.EPOCH)
 HOST = tl.constexpr(memory.HOST)
-HOST_WORDS = tl.constexpr(memory.HOST_WORDS)
+RECORD_WORDS = tl.constexpr(memory.RECORD_WORDS)
 REPORT = tl.constexpr(memory.REPORT)
+OWN = tl.constexpr(memory.OWN)
 FLAGS = tl.constexpr(memory.FLAGS)
 BARRIER = tl.constexpr(memory.STATES.index("barrier"))
 X_READY = tl.constexpr(memory.STATES.index("x_ready"))
@@ -67,28 +69,38 @@ def read_signal(signal_ptr):
 
 
 @triton.jit
+def record(state, rank, task, what, expected, found):
+    """Fill a record of five values, unless it is filled already."""
+    if tl.atomic_cas(state, 0, 1, sem="acq_rel", scope="sys") == 0:
+        tl.store(state + 1, rank)
+        tl.store(state + 2, task)
+        tl.store(state + 3, what)
+        tl.store(state + 4, expected)
+        tl.store(state + 5, found)
+        tl.debug_barrier()
+        tl.atomic_xchg(state, 2, sem="release", scope="sys")
+
+
+@triton.jit
 def report(control_ptrs, rank, task, what, expected, found, R: tl.constexpr):
     """Write the report to every rank that has none yet and raise every rank's abort flag."""
     for other in range(R):
         control = peer_address(control_ptrs, other, tl.int32)
-        state = control + REPORT
-        if tl.atomic_cas(state, 0, 1, sem="acq_rel", scope="sys") == 0:
-            tl.store(state + 1, rank)
-            tl.store(state + 2, task)
-            tl.store(state + 3, what)
-            tl.store(state + 4, expected)
-            tl.store(state + 5, found)
-            tl.debug_barrier()
-            tl.atomic_xchg(state, 2, sem="release", scope="sys")
+        record(control + REPORT, rank, task, what, expected, found)
         tl.atomic_xchg(control + ABORT, 1, sem="release", scope="sys")
 
 
 @triton.jit
 def tell_host(control):
-    """Copy this rank's report, if complete, to host memory, values first; the host looks there without synchronizing."""
+    """Copy this rank's records, if complete, to host memory, values first; the host looks there without synchronizing."""
     if tl.atomic_add(control + REPORT, 0, sem="acquire", scope="sys") == 2:
         host = tl.load((control + HOST).to(tl.pointer_type(tl.int64))).to(tl.pointer_type(tl.int32))
-        for word in tl.static_range(1, HOST_WORDS):
+        own = tl.atomic_add(control + OWN, 0, sem="acquire", scope="sys")
+        if own == 2:
+            for word in range(1, RECORD_WORDS):
+                tl.store(host + RECORD_WORDS + word, tl.load(control + OWN + word))
+            tl.store(host + RECORD_WORDS, own)
+        for word in range(1, RECORD_WORDS):
             tl.store(host + word, tl.load(control + REPORT + word))
         tl.debug_barrier()
         tl.atomic_xchg(host, 1, sem="release", scope="sys")
@@ -110,6 +122,7 @@ def wait_for(signal_ptr, expected, control_ptrs, rank, task, what, limit, R: tl.
             if polls % PATIENCE == 0:
                 aborted = tl.atomic_add(control + ABORT, 0, sem="acquire", scope="sys")
         if found < expected:
+            record(control + OWN, rank, task, what, expected, found)
             if aborted == 0:
                 report(control_ptrs, rank, task, what, expected, found, R)
             tell_host(control)
@@ -137,9 +150,11 @@ def meet(control_ptrs, rank, limit, R: tl.constexpr, LANES: tl.constexpr):
         polls += 1
         if polls % PATIENCE == 0:
             aborted = tl.atomic_add(own + ABORT, 0, sem="acquire", scope="sys")
-    if (found < epoch) & (aborted == 0):
+    if found < epoch:
         missing = tl.min(tl.where(arrived < epoch, lanes, LANES), axis=0)
-        report(control_ptrs, rank, missing, BARRIER, epoch, found, R)
+        record(own + OWN, rank, missing, BARRIER, epoch, found)
+        if aborted == 0:
+            report(control_ptrs, rank, missing, BARRIER, epoch, found, R)
     if tl.atomic_add(own + ABORT, 0, sem="acquire", scope="sys") > 0:  # a peer's failure is this rank's, even if it lacked nothing
         tell_host(own)
     tl.debug_barrier()
