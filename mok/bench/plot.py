@@ -116,7 +116,7 @@ def _of_curves(figure: Any, rows: Sequence[Row]) -> None:
         pairs = [[a - b for a, b in zip(of[seed], base[seed], strict=True)] for seed in of if seed in base]
         if pairs:
             band(bottom, pairs, name)
-    if base:
+    if len(base) > 1:
         apart = [max(point) - min(point) for point in zip(*base.values(), strict=True)]
         bottom.fill_between(steps, [-value for value in apart], apart, color="gray", alpha=0.2, zorder=0, label="between bf16's seeds")
     top.set_ylabel("validation, bits per byte")
