@@ -99,9 +99,37 @@ def _of_comm(figure: Any, rows: Sequence[Row]) -> None:
     axes.legend(frameon=False, fontsize=6, ncols=2)
 
 
+def _of_curves(figure: Any, rows: Sequence[Row]) -> None:
+    """Validation of every format, and its difference from bf16 with the same seed; lines are means over the seeds, bands reach from the
+    least to the greatest of them. Gray: how far apart bf16's seeds are, to either side."""
+    top, bottom = figure.subplots(2, 1, sharex=True)
+    curves = {name: {row["seed"]: row["validation"] for row in rows if row["precision"] == name} for name in (r["precision"] for r in rows)}
+    steps, base = rows[0]["steps"], curves.get("bf16", {})
+
+    def band(axes: Any, lines: Sequence[Sequence[float]], label: str) -> None:
+        points = list(zip(*lines, strict=True))
+        (line,) = axes.plot(steps, [sum(point) / len(point) for point in points], marker=".", label=f"{label}, {len(lines)} seed(s)")
+        axes.fill_between(steps, [min(point) for point in points], [max(point) for point in points], color=line.get_color(), alpha=0.2)
+
+    for name, of in curves.items():
+        band(top, list(of.values()), name)
+        pairs = [[a - b for a, b in zip(of[seed], base[seed], strict=True)] for seed in of if seed in base]
+        if pairs:
+            band(bottom, pairs, name)
+    if len(base) > 1:
+        apart = [max(point) - min(point) for point in zip(*base.values(), strict=True)]
+        bottom.fill_between(steps, [-value for value in apart], apart, color="gray", alpha=0.2, zorder=0, label="between bf16's seeds")
+    top.set_ylabel("validation, bits per byte")
+    bottom.set_ylabel("difference from bf16, bits per byte")
+    bottom.set_xlabel("step")
+    for axes in (top, bottom):
+        axes.legend(frameon=False)
+
+
 DRAWN: dict[str, tuple[Callable[[Any, Sequence[Row]], None], tuple[float, float]]] = {
     "layer": (_of_layers, (18, 18)), "minibatch": (_of_minibatch, (9, 6)), "schedule": (_of_schedule, (14, 4)),
     "scaling": (_of_scaling, (12, 5)), "overlap": (_of_overlap, (12, 6)), "ep": (_of_ep, (12, 6)), "comm": (_of_comm, (12, 9)),
+    "curves": (_of_curves, (9, 9)),
 }  # fmt: skip
 
 
