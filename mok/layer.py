@@ -195,10 +195,6 @@ def _routed_gpu(
     arguments = (x.contiguous(), inputs.ids.to(torch.int64).contiguous(), inputs.weights.contiguous(), experts)
     if recipe.quantized_weight_gradients and trained and torch.is_grad_enabled():
         raise ValueError("quantized_weight_gradients=True: must be False on a GPU, where weight gradients are products in bf16")
-    if recipe.precision == "mxfp8":
-        everything = (x, inputs.weights, *experts, *(matrices or ()), scale, shared)
-        if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in everything):
-            raise ValueError("precision='mxfp8': has no backward on a GPU yet; call it under torch.no_grad()")
     return autograd.layer(
         *arguments, matrices, scale, shared, mains, shared_mains, num_experts, clamp, shared_clamp, group.process_group, tuning,
         recipe.precision,

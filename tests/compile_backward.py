@@ -1,6 +1,6 @@
 """Compile the backward's kernels for three chips without a GPU; the last line printed is JSON: {"case arch": facts}.
 
-Run alone: python tests/compile_backward.py
+Run alone: python tests/compile_backward.py ["case arch" ...]
 """
 
 from __future__ import annotations
@@ -35,8 +35,13 @@ CASES = {  # hidden, width, shared width, ranks, then flags
     "runs": (7168, 2048, 0, 1, dict(RUN=4)),
     "everything": (4096, 1024, 1024, 4, dict(RECOMPUTE=True, CARRY=True, CLAMP=True)),
     "odd sizes added": (2880, 1408, 0, 2, dict(ACCUMULATE=True, CARRY=True, RECOMPUTE=True)),
+    "mxfp8": (7168, 2048, 0, 1, dict(MXFP8=True)),
+    "mxfp8 everything": (4096, 1024, 1024, 4, dict(MXFP8=True, RECOMPUTE=True, CARRY=True, CLAMP=True)),
+    "mxfp8 odd sizes added": (2880, 1424, 0, 2, dict(MXFP8=True, ACCUMULATE=True, CARRY=True, RECOMPUTE=True)),
 }
-JOBS = (("plain", 90), ("runs", 90), ("odd sizes added", 90), ("everything", 90), ("everything", 100), ("everything", 103))
+JOBS = (
+    ("plain", 90), ("runs", 90), ("odd sizes added", 90), ("everything", 90), ("everything", 100), ("everything", 103),
+    ("mxfp8", 90), ("mxfp8 everything", 90), ("mxfp8 odd sizes added", 90))  # fmt: skip
 
 
 def constants_of(hidden: int, width: int, shared: int, ranks: int, flags: dict[str, bool]) -> dict[str, object]:
@@ -46,7 +51,7 @@ def constants_of(hidden: int, width: int, shared: int, ranks: int, flags: dict[s
         BY_COPY_ENGINE=not any(size % 128 for size in (hidden, width, shared)) and "ACCUMULATE" not in flags,
         NEED_WEIGHTS=True, NEED_EXPERTS=True, NEED_SHARED=shared > 0, RUN=PLAN.run, PARTS=tasks.parts,
         BLOCK_M=PLAN.block_m, BLOCK_N=PLAN.block_n, BLOCK_K=PLAN.block_k, SLICE=PLAN.slice, BLOCK_H=PLAN.block_h,
-        THREADS=32 * PLAN.num_warps, HALF_TILES=True, TRACE=False,
+        THREADS=32 * PLAN.num_warps, HALF_TILES=True, MXFP8=False, TRACE=False,
         HIDDENS=tasks.hiddens, D_XS=tasks.d_xs, D_WEIGHTS=tasks.d_weights,
         SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs,
     )  # fmt: skip
@@ -83,6 +88,8 @@ def argument_type(name: str, constants: dict[str, object]) -> str:
     if name.endswith("_ptr"):
         if name.endswith("_weight_ptr"):
             return "*fp32" if constants["ACCUMULATE"] else "*bf16"
+        if constants.get("MXFP8") and name in ("d_y_ptr", "d_y_scale_ptr", "x_ptr", "x_scale_ptr"):
+            return "*u8"
         return "*fp32" if name in FP32 else "*i32" if name in INT32 else "*bf16"
     return "fp32" if name in ("limit", "shared_limit") else "i32"
 
@@ -130,8 +137,9 @@ def one(case: str, arch: int) -> tuple[str, list[dict[str, object]]]:
 
 
 def main() -> None:
+    asked = [(" ".join(job.split()[:-1]), int(job.split()[-1])) for job in sys.argv[1:]] or JOBS
     with ProcessPoolExecutor(2) as pool:
-        facts = dict(pool.map(one, *zip(*JOBS, strict=True)))
+        facts = dict(pool.map(one, *zip(*asked, strict=True)))
     print(json.dumps(facts))
 
 

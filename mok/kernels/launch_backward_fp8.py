@@ -18,7 +18,7 @@ from mok.kernels import launch_backward
 from mok.kernels.backward import backward_kernel
 from mok.kernels.backward_fp8 import backward_fp8_kernel
 from mok.kernels.launch import Saved, Workspace, _rows, trace_record
-from mok.kernels.launch_backward import BackwardPlan, Call, Gradients, Needs, Weights, _planes, gather, order_tasks, results
+from mok.kernels.launch_backward import BackwardPlan, Call, Gradients, Needs, Weights, _planes, gather, order_tasks, publish, results
 from mok.kernels.launch_fp8 import BLOCK
 from mok.kernels.quantize import quantize, quantize_into
 from mok.kernels.schedule import DeviceSchedule
@@ -47,15 +47,6 @@ class TransposedExperts(NamedTuple):
         for plane, weight in enumerate((gate_LIH, up_LIH)):
             quantize_into(weight.mT, FP8_SQUARE, values[plane], codes[plane])
         return TransposedExperts(Quantized(values.view(E4M3), torch.cat((codes[0], codes[1]), -1)), down)
-
-
-def publish(workspace: Workspace, d_y_TH: Tensor, x_TH: Tensor, weights_TK: Tensor) -> None:
-    """Quantize dY and x into where peers see them, and copy the router weights there."""
-    own, tokens = workspace.memory.own, x_TH.shape[0]
-    for name, value in (("d_y", d_y_TH), ("x", x_TH)):
-        quantize_into(value, FP8_ROW, own[f"{name}_e4m3"][:tokens], own[f"{name}_scale"][:tokens])
-    if workspace.memory.size > 1:
-        own["weights"][: weights_TK.numel()].copy_(weights_TK.reshape(-1))
 
 
 def prepare(
@@ -177,7 +168,7 @@ def backward(
     plan, needs = plan or BackwardPlan(), needs or Needs()
     programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
     options = dict(num_warps=plan.num_warps, num_stages=plan.num_stages, enable_fp_fusion=False)
-    publish(workspace, d_y_TH, x_TH, weights_TK)
+    publish(workspace, d_y_TH, x_TH, weights_TK, FP8_ROW)
     of_shared = None
     if shared and (needs.x or needs.shared):
         d_y = d_y_TH if shared_d_y_TH is None else shared_d_y_TH
