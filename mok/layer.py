@@ -230,8 +230,8 @@ def moe(
             `main_grad` (fp32, same shape) its gradient is added into that and `.grad` stays None.
         shared: [..., H] added first, in fp32; the shared experts' output.
         clamp: L of silu(min(gate, L)) * clamp(up, -L, L); None for none.
-        precision: "bf16" multiplies in the dtype of x, whichever that is; "mxfp8" and "fp8" quantize operands as `mok.quantize.Recipe` says
-            (on a GPU "mxfp8" without gradients only). quantized_weight_gradients: those of weight gradients too (on the CPU).
+        precision: "bf16" multiplies in the dtype of x, whichever that is; "mxfp8" and "fp8" quantize operands as `mok.quantize.Recipe`
+            says. quantized_weight_gradients: those of weight gradients too (on the CPU).
         num_experts: E; needed when the group has more than one rank.
         group: a torch.distributed group or mesh of one dimension, a virtual rank (`mok.fabric.virtual_ranks`), or None for this rank alone.
         tuning: knobs; none moves a bit.
