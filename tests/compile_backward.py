@@ -118,6 +118,7 @@ def facts_of(
         e4m3=len(re.findall(r"wgmma\.mma_async\S*\.e4m3\.e4m3", ptx)),
         local_in_loop=local_accesses_among_products(sass) if "GMMA" in sass else 0,
         tensor_core=ptx.count("wgmma.mma_async" if arch == 90 else "tcgen05.mma"),
+        scaled=len(re.findall(r"tcgen05\.mma\S*block_scale", ptx)), code_copies=ptx.count("tcgen05.cp."),
         copy_engine=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
         copy_engine_stores=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.global", ptx)),
         announced=len(re.findall(r"gpu\.release\.add|release\.gpu\.global\.add|acq_rel", ptx)),

@@ -325,14 +325,14 @@ def prepare(
         H=hidden, I=width, S=shared_width, K=workspace.top_k, R=memory.size, CLAMP=clamp is not None or shared_clamp is not None,
         RECOMPUTE=recompute, CARRY=cut, ACCUMULATE=accumulate, BY_COPY_ENGINE=by_copy_engine,
         NEED_WEIGHTS=needs.weights, NEED_EXPERTS=needs.experts, NEED_SHARED=needs.shared and bool(shared),
-        RUN=plan.run, ring=ring, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, SLICE=s, BLOCK_H=max(min(plan.block_h, triton.next_power_of_2(hidden)), 32),
-        THREADS=32 * plan.num_warps, SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs,
+        RUN=plan.run, ring=ring, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, SLICE=s,
+        BLOCK_H=max(min(plan.block_h, triton.next_power_of_2(hidden)), 32), THREADS=32 * plan.num_warps, SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs,
         MXFP8=mxfp8, TRACE=plan.trace, **{**order.per, "PARTS": max(tasks.parts, 1)},  # without pulls their code is compiled all the same
     )  # fmt: skip
     of_gate_and_up = dict.fromkeys(("ring_x_desc", "gate_desc", "up_desc"))
     if recompute:
-        gate_again, up_again = gate_up_again or (gate_LIH, up_LIH)
-        of_gate_and_up = dict(ring_x_desc=a_rows(x_ring), gate_desc=_rows(gate_again, plan.store, k), up_desc=_rows(up_again, plan.store, k))
+        gate, up = (_rows(weight, plan.store, k) for weight in gate_up_again or (gate_LIH, up_LIH))
+        of_gate_and_up = dict(ring_x_desc=a_rows(x_ring), gate_desc=gate, up_desc=up)
     of_shared: dict[str, object] = dict.fromkeys(OF_SHARED)
     if shared:
         shared_gate, shared_up, shared_down = shared

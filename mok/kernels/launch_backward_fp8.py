@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,7 +23,7 @@ from mok.kernels.launch_backward import BackwardPlan, Call, Gradients, Needs, We
 from mok.kernels.launch_fp8 import BLOCK
 from mok.kernels.quantize import quantize, quantize_into
 from mok.kernels.schedule import DeviceSchedule
-from mok.quantize import E4M3, FP8_ROW, FP8_SQUARE, Quantized, scale_shape
+from mok.quantize import E4M3, FP8_ROW, FP8_SQUARE, Block, Quantized, scale_shape
 
 
 class TransposedExperts(NamedTuple):
@@ -164,11 +165,24 @@ def backward(
 
     The shared experts, which need no peer, are computed before the ranks meet.
     """
-    workspace.check()
     plan, needs = plan or BackwardPlan(), needs or Needs()
+    return run(
+        workspace, rows, saved, ids_TK, d_y_TH, x_TH, weights_TK, num_experts, needs, plan, FP8_ROW, backward_fp8_kernel,
+        lambda: prepare(workspace, rows, saved, weights_TK, gate_LIH, up_LIH, down_LHI, clamp, needs, main_grads, plan, transposed),
+        shared, shared_clamp, shared_d_y_TH, shared_main_grads,
+    )  # fmt: skip
+
+
+def run(
+    workspace: Workspace, rows: DeviceSchedule, saved: Saved, ids_TK: Tensor, d_y_TH: Tensor, x_TH: Tensor, weights_TK: Tensor,
+    num_experts: int, needs: Needs, plan: BackwardPlan, block: Block, kernel: Any, prepare: Callable[[], Call], shared: Weights | None,
+    shared_clamp: float | None, shared_d_y_TH: Tensor | None, shared_main_grads: Weights | None,
+) -> Gradients:  # fmt: skip
+    """Publish dY and x in blocks of a row, the shared experts, a kernel of routed experts with E4M3 operands, combine. prepare: its call."""
+    workspace.check()
     programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
     options = dict(num_warps=plan.num_warps, num_stages=plan.num_stages, enable_fp_fusion=False)
-    publish(workspace, d_y_TH, x_TH, weights_TK, FP8_ROW)
+    publish(workspace, d_y_TH, x_TH, weights_TK, block)
     of_shared = None
     if shared and (needs.x or needs.shared):
         d_y = d_y_TH if shared_d_y_TH is None else shared_d_y_TH
@@ -177,10 +191,10 @@ def backward(
         backward_kernel[(programs,)](**of_shared.kernel, **options)
     call = of_shared
     if needs.x or needs.weights or needs.experts or workspace.memory.size > 1:  # peers wait for this rank
-        call = prepare(workspace, rows, saved, weights_TK, gate_LIH, up_LIH, down_LHI, clamp, needs, main_grads, plan, transposed)
+        call = prepare()
         call.order.write(workspace.num_sms)
         workspace.barrier()
-        backward_fp8_kernel[(programs,)](**call.kernel, **options)
+        kernel[(programs,)](**call.kernel, **options)
         workspace.barrier()
         if of_shared:
             call = dataclasses.replace(call, shared=of_shared.shared, shared_d_x=of_shared.shared_d_x)
