@@ -1,4 +1,4 @@
-"""Compile the backward in MXFP8 that multiplies by scales, for Blackwell, without a GPU; the last line printed is JSON: {"case arch": facts}.
+"""Compile the backward in MXFP8 that multiplies by scales for Blackwell without a GPU; the last line printed is JSON: {"case arch": facts}.
 
 Run alone: python tests/compile_backward_mxfp8.py ["case arch" ...]
 """

@@ -255,8 +255,8 @@ def case_shared_and_clamp():
 
 
 def case_half_tiles():
-    """Only the bf16 kernel has half tiles: last tiles of 1, 63, 64, 65, 127 and 128 rows, and one of 64 after a whole one, the bits of whole
-    tiles, saved and computed again."""
+    """Only the bf16 kernel has half tiles: last tiles of 1, 63, 64, 65, 127 and 128 rows, and one of 64 after a whole one, have the bits of
+    whole tiles, saved and computed again."""
     routes = [1, 63, 64, 65, 0, 127, 128, 192]
     problem = Problem(8, sum(routes) // 2, 64, 48, len(routes), 2)
     ids = torch.repeat_interleave(torch.arange(len(routes)), torch.tensor(routes))
@@ -363,9 +363,8 @@ def case_weights():
         assert number.dtype == torch.bfloat16 and torch.equal(number.float(), want) and not torch.equal(number, other)
     pairs = [*zip(scaled.gate_up.values, scaled.gate_up.scale.chunk(2), strict=True), scaled.down]
     for (values, codes), want in zip(pairs, wants, strict=True):
-        local, rows, columns = values.shape
-        assert rows == 256
-        got = dequantize(values, from_tcgen05(codes, rows, -(-columns // 32)), MX_ROW)
+        assert values.shape[1] == 256
+        got = dequantize(values, from_tcgen05(codes, 256, -(-values.shape[2] // 32)), MX_ROW)
         assert torch.equal(got[:, : want.shape[2]], want.mT) and not got[:, want.shape[2] :].any()
     frozen = WideTransposed.of(*weights, need_x=False)
     assert frozen.gate is problem.gate_EIH and frozen.up is problem.up_EIH

@@ -326,7 +326,8 @@ def prepare(
         RECOMPUTE=recompute, CARRY=cut, ACCUMULATE=accumulate, BY_COPY_ENGINE=by_copy_engine,
         NEED_WEIGHTS=needs.weights, NEED_EXPERTS=needs.experts, NEED_SHARED=needs.shared and bool(shared),
         RUN=plan.run, ring=ring, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, SLICE=s,
-        BLOCK_H=max(min(plan.block_h, triton.next_power_of_2(hidden)), 32), THREADS=32 * plan.num_warps, SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs,
+        BLOCK_H=max(min(plan.block_h, triton.next_power_of_2(hidden)), 32), THREADS=32 * plan.num_warps,
+        SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs,
         MXFP8=mxfp8, TRACE=plan.trace, **{**order.per, "PARTS": max(tasks.parts, 1)},  # without pulls their code is compiled all the same
     )  # fmt: skip
     of_gate_and_up = dict.fromkeys(("ring_x_desc", "gate_desc", "up_desc"))

@@ -162,8 +162,6 @@ def backward(
 ) -> Gradients:  # fmt: skip
     """`launch_backward.backward` with the routed experts in blockwise FP8: quantized here from bf16, or beforehand (see `prepare`). The
     workspace's memory has `memory.quantized_backward_regions`.
-
-    The shared experts, which need no peer, are computed before the ranks meet.
     """
     plan, needs = plan or BackwardPlan(), needs or Needs()
     return run(
@@ -178,7 +176,11 @@ def run(
     num_experts: int, needs: Needs, plan: BackwardPlan, block: Block, kernel: Any, prepare: Callable[[], Call], shared: Weights | None,
     shared_clamp: float | None, shared_d_y_TH: Tensor | None, shared_main_grads: Weights | None,
 ) -> Gradients:  # fmt: skip
-    """Publish dY and x in blocks of a row, the shared experts, a kernel of routed experts with E4M3 operands, combine. prepare: its call."""
+    """Publish dY and x in blocks of a row, the shared experts, a kernel of routed experts with E4M3 operands, combine. prepare: its
+    call.
+
+    The shared experts, which need no peer, are computed before the ranks meet.
+    """
     workspace.check()
     programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
     options = dict(num_warps=plan.num_warps, num_stages=plan.num_stages, enable_fp_fusion=False)

@@ -67,7 +67,9 @@ class WideTransposed(NamedTuple):
         return WideTransposed(gate, up, snap(down_LHI, MX_COLUMN))
 
 
-def transposed_for(device: torch.device, gate_LIH: Tensor, up_LIH: Tensor, down_LHI: Tensor, need_x: bool = True) -> MxTransposed | WideTransposed:
+def transposed_for(
+    device: torch.device, gate_LIH: Tensor, up_LIH: Tensor, down_LHI: Tensor, need_x: bool = True
+) -> MxTransposed | WideTransposed:
     """Quantized bf16 weights in the form that this device multiplies best."""
     return (MxTransposed if multiplies_by_scales(device) else WideTransposed).of(gate_LIH, up_LIH, down_LHI, need_x)
 
