@@ -449,9 +449,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mok trace", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shapes", default="qwen3-30b", help="one of `mok bench`'s")
     parser.add_argument("--direction", default="both", choices=("forward", "backward", "both"))
-    parser.add_argument(
-        "--precision", default="bf16", choices=get_args(Precision), help="of the experts' products"
-    )
+    parser.add_argument("--precision", default="bf16", choices=get_args(Precision), help="of the experts' products")
     parser.add_argument("--ranks", type=int, default=1, help="processes, one GPU each; a launcher's number wins")
     parser.add_argument("--plan", type=json.loads, default={}, help="JSON: fields of ForwardPlan and BackwardPlan")
     parser.add_argument("--out", help="the Chrome trace to write")

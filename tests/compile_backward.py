@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import triton
-from compile_kernels import CUOBJDUMP, local_accesses_among_products, unfinished_stores
+from compile_kernels import CUOBJDUMP, READABLE, local_accesses_among_products, unfinished_stores
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -108,7 +108,8 @@ def facts_of(
         file.write(made.asm["cubin"])
         file.flush()
         usage = subprocess.run([str(CUOBJDUMP), "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
-        sass = subprocess.run([str(CUOBJDUMP), "--dump-sass", file.name], capture_output=True, text=True).stdout if arch == 90 else ""
+        readable = arch in READABLE
+        sass = subprocess.run([str(CUOBJDUMP), "--dump-sass", file.name], capture_output=True, text=True).stdout if readable else ""
     lines = [line for line in sass.splitlines() if re.search(r"/\*[0-9a-f]{4,5}\*/", line)]
     products = [i for i, line in enumerate(lines) if "HGMMA" in line]
     spills = [i for i, line in enumerate(lines) if re.search(r"\b(STL|LDL)\b", line)]
@@ -116,9 +117,10 @@ def facts_of(
         name=kernel.__name__, shared=made.metadata.shared, stack=int(re.search(r"STACK:(\d+)", usage)[1]),
         registers=int(re.search(r"REG:(\d+)", usage)[1]),
         e4m3=len(re.findall(r"wgmma\.mma_async\S*\.e4m3\.e4m3", ptx)),
-        local_in_loop=local_accesses_among_products(sass) if "GMMA" in sass else 0,
+        local_in_loop=local_accesses_among_products(sass) if re.search(r"GMMA|UTC\w*MMA", sass) else 0,
         tensor_core=ptx.count("wgmma.mma_async" if arch == 90 else "tcgen05.mma"),
-        scaled=len(re.findall(r"tcgen05\.mma\S*block_scale", ptx)), code_copies=ptx.count("tcgen05.cp."),
+        scaled=len(re.findall(r"tcgen05\.mma\S*block_scale", ptx)), unscaled=len(re.findall(r"tcgen05\.mma\.(?!\S*block_scale)", ptx)),
+        of_bf16=len(re.findall(r"tcgen05\.mma\S*kind::f16", ptx)), code_copies=ptx.count("tcgen05.cp."),
         copy_engine=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
         copy_engine_stores=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.global", ptx)),
         announced=len(re.findall(r"gpu\.release\.add|release\.gpu\.global\.add|acq_rel", ptx)),

@@ -79,7 +79,7 @@ class GpuLayer:
         from mok.kernels import memory
         from mok.kernels.launch import Workspace
         from mok.kernels.launch_backward_fp8 import TransposedExperts
-        from mok.kernels.launch_backward_mxfp8 import WideTransposed
+        from mok.kernels.launch_backward_mxfp8 import transposed_for
         from mok.kernels.launch_fp8 import QuantizedExperts
         from mok.kernels.launch_mxfp8 import experts_for
 
@@ -89,7 +89,7 @@ class GpuLayer:
         self.quantized: Any = None
         self.transposed: Any = None
         if precision == "mxfp8":
-            self.quantized, self.transposed = experts_for(device, *experts), WideTransposed.of(*experts)
+            self.quantized, self.transposed = experts_for(device, *experts), transposed_for(device, *experts)
         elif precision == "fp8":
             self.quantized, self.transposed = QuantizedExperts.of(*experts), TransposedExperts.of(*experts)
         # All of the views: their owner keeps the peers' memory.
@@ -123,7 +123,8 @@ class GpuLayer:
     @property
     def backward_kernel(self) -> str:
         """The backward's name."""
-        return "backward_fp8_kernel" if type(self.transposed).__name__ == "TransposedExperts" else "backward_kernel"
+        kernels = {"TransposedExperts": "backward_fp8_kernel", "MxTransposed": "backward_mxfp8_kernel"}
+        return kernels.get(type(self.transposed).__name__, "backward_kernel")
 
     def backward(self, batch: Batch, kept: Any, changes: Changes | None = None, **options: Any) -> list[Tensor]:
         """The gradients of x, the router weights, gate, up and down, of those that are asked for. options: those of the launch."""

@@ -211,7 +211,7 @@ def prepare(
         limit=math.inf if clamp is None else float(clamp), wait_limit=workspace.limit,
         H=hidden, I=width, K=workspace.top_k, R=memory.size, CLAMP=clamp is not None, RECOMPUTE=recompute, CARRY=cut,
         ACCUMULATE=accumulate, BY_COPY_ENGINE=by_copy_engine, NEED_WEIGHTS=needs.weights, NEED_EXPERTS=needs.experts,
-        RUN=plan.run, BLOCK_M=m, BLOCK_K=k, SLICE=plan.slice, BLOCK_H=max(32, min(2 * plan.block_h, triton.next_power_of_2(hidden))),
+        RUN=plan.run, BLOCK_M=m, BLOCK_K=k, SLICE=plan.slice, BLOCK_H=max(BLOCK, min(2 * plan.block_h, triton.next_power_of_2(hidden))),
         THREADS=32 * plan.num_warps, TRACE=plan.trace, **{name: order.per[name] for name in ("PARTS", "GATE_UPS", "HIDDENS", "D_XS")},
     )  # fmt: skip
     return Call(order, kernel, None if accumulate else gradients, None, None)
