@@ -33,7 +33,8 @@ def test_case(results, case):
 @pytest.mark.parametrize("job", JOBS)
 def test_compiles_for_the_chip(compiled, job):
     facts = compiled[job]
-    # Every product with a weight is block-scaled; those without scales are the weights' gradients, in bf16, and without these there is none.
+    # Every product with a weight is block-scaled. Those without scales are the weights' gradients, in bf16; where experts are frozen there
+    # is none.
     assert facts["scaled"] == 8 and (facts["tensor_core"] == 8) == job.startswith("frozen"), facts
     assert facts["unscaled"] == facts["of_bf16"] == facts["tensor_core"] - 8, "a product that is neither"
     assert facts["code_copies"] > 0, "codes go through registers"
