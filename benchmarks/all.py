@@ -94,7 +94,8 @@ def layer(results: Results, gpu: int) -> None:
 
 def formats(results: Results, gpu: int) -> None:
     commands = {f"forward-{name}": (*FORWARD, "--precision", name) for name in ("fp8", "mxfp8")}
-    rows_of(results, gpu, "formats", {**commands, "backward-fp8": (*BACKWARD, "--precision", "fp8")})
+    commands |= {f"backward-{name}": (*BACKWARD, "--precision", name) for name in ("fp8", "mxfp8")}
+    rows_of(results, gpu, "formats", commands)
 
 
 def suites(results: Results, gpu: int) -> None:

@@ -409,8 +409,7 @@ def take(layer: GpuLayer, batch: Batch, directions: Sequence[str], changes: Chan
     if "forward" in directions:
         lines.append(forward_timeline(workspace, words, programs(ForwardPlan), kernel_ns))
     if "backward" in directions:
-        kernel = "backward_kernel" if layer.transposed is None else "backward_fp8_kernel"
-        _, words, kernel_ns = traced(lambda: layer.backward(batch, kept, changes), kernel)
+        _, words, kernel_ns = traced(lambda: layer.backward(batch, kept, changes), layer.backward_kernel)
         lines.append(backward_timeline(workspace, words, programs(BackwardPlan), kernel_ns))
     return lines
 
@@ -450,9 +449,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mok trace", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shapes", default="qwen3-30b", help="one of `mok bench`'s")
     parser.add_argument("--direction", default="both", choices=("forward", "backward", "both"))
-    parser.add_argument(
-        "--precision", default="bf16", choices=get_args(Precision), help="of the experts' products; mxfp8 has a forward only"
-    )
+    parser.add_argument("--precision", default="bf16", choices=get_args(Precision), help="of the experts' products")
     parser.add_argument("--ranks", type=int, default=1, help="processes, one GPU each; a launcher's number wins")
     parser.add_argument("--plan", type=json.loads, default={}, help="JSON: fields of ForwardPlan and BackwardPlan")
     parser.add_argument("--out", help="the Chrome trace to write")
@@ -466,8 +463,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if others:
         parser.error(f"--shapes={options.shapes}: one shape at a time")
-    if options.precision == "mxfp8" and options.direction != "forward":
-        parser.error("--precision=mxfp8: needs --direction forward")
     if options.png and not importlib.util.find_spec("matplotlib"):
         parser.error(f"--png={options.png}: needs matplotlib, which is not installed")
     if not torch.cuda.is_available():

@@ -154,8 +154,6 @@ class Options:
             _reject("precision", self.precision, f"must be one of {', '.join(get_args(Precision))}")
         if self.precision != "bf16" and (self.moe, self.against) != ("mok", None):
             _reject("precision", self.precision, "needs --moe=mok, and nothing to compare --against")
-        if self.precision == "mxfp8" and self.device != "cpu":
-            _reject("precision", self.precision, "needs --device=cpu")
         for name in ("moe", "against"):
             layer = getattr(self, name)
             if layer is None:

@@ -1,6 +1,6 @@
 """Compile the backward's kernels for three chips without a GPU; the last line printed is JSON: {"case arch": facts}.
 
-Run alone: python tests/compile_backward.py
+Run alone: python tests/compile_backward.py ["case arch" ...]
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import triton
-from compile_kernels import CUOBJDUMP, local_accesses_among_products, unfinished_stores
+from compile_kernels import CUOBJDUMP, READABLE, local_accesses_among_products, unfinished_stores
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -35,8 +35,13 @@ CASES = {  # hidden, width, shared width, ranks, then flags
     "runs": (7168, 2048, 0, 1, dict(RUN=4)),
     "everything": (4096, 1024, 1024, 4, dict(RECOMPUTE=True, CARRY=True, CLAMP=True)),
     "odd sizes added": (2880, 1408, 0, 2, dict(ACCUMULATE=True, CARRY=True, RECOMPUTE=True)),
+    "mxfp8": (7168, 2048, 0, 1, dict(MXFP8=True)),
+    "mxfp8 everything": (4096, 1024, 1024, 4, dict(MXFP8=True, RECOMPUTE=True, CARRY=True, CLAMP=True)),
+    "mxfp8 odd sizes added": (2880, 1424, 0, 2, dict(MXFP8=True, ACCUMULATE=True, CARRY=True, RECOMPUTE=True)),
 }
-JOBS = (("plain", 90), ("runs", 90), ("odd sizes added", 90), ("everything", 90), ("everything", 100), ("everything", 103))
+JOBS = (
+    ("plain", 90), ("runs", 90), ("odd sizes added", 90), ("everything", 90), ("everything", 100), ("everything", 103),
+    ("mxfp8", 90), ("mxfp8 everything", 90), ("mxfp8 odd sizes added", 90))  # fmt: skip
 
 
 def constants_of(hidden: int, width: int, shared: int, ranks: int, flags: dict[str, bool]) -> dict[str, object]:
@@ -46,7 +51,7 @@ def constants_of(hidden: int, width: int, shared: int, ranks: int, flags: dict[s
         BY_COPY_ENGINE=not any(size % 128 for size in (hidden, width, shared)) and "ACCUMULATE" not in flags,
         NEED_WEIGHTS=True, NEED_EXPERTS=True, NEED_SHARED=shared > 0, RUN=PLAN.run, PARTS=tasks.parts,
         BLOCK_M=PLAN.block_m, BLOCK_N=PLAN.block_n, BLOCK_K=PLAN.block_k, SLICE=PLAN.slice, BLOCK_H=PLAN.block_h,
-        THREADS=32 * PLAN.num_warps, HALF_TILES=True, TRACE=False,
+        THREADS=32 * PLAN.num_warps, HALF_TILES=True, MXFP8=False, TRACE=False,
         HIDDENS=tasks.hiddens, D_XS=tasks.d_xs, D_WEIGHTS=tasks.d_weights,
         SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs,
     )  # fmt: skip
@@ -83,6 +88,8 @@ def argument_type(name: str, constants: dict[str, object]) -> str:
     if name.endswith("_ptr"):
         if name.endswith("_weight_ptr"):
             return "*fp32" if constants["ACCUMULATE"] else "*bf16"
+        if constants.get("MXFP8") and name in ("d_y_ptr", "d_y_scale_ptr", "x_ptr", "x_scale_ptr"):
+            return "*u8"
         return "*fp32" if name in FP32 else "*i32" if name in INT32 else "*bf16"
     return "fp32" if name in ("limit", "shared_limit") else "i32"
 
@@ -101,7 +108,8 @@ def facts_of(
         file.write(made.asm["cubin"])
         file.flush()
         usage = subprocess.run([str(CUOBJDUMP), "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
-        sass = subprocess.run([str(CUOBJDUMP), "--dump-sass", file.name], capture_output=True, text=True).stdout if arch == 90 else ""
+        readable = arch == 90 or (arch in READABLE and "block_scale" in ptx)  # of the other kernels on Blackwell nothing is asked
+        sass = subprocess.run([str(CUOBJDUMP), "--dump-sass", file.name], capture_output=True, text=True).stdout if readable else ""
     lines = [line for line in sass.splitlines() if re.search(r"/\*[0-9a-f]{4,5}\*/", line)]
     products = [i for i, line in enumerate(lines) if "HGMMA" in line]
     spills = [i for i, line in enumerate(lines) if re.search(r"\b(STL|LDL)\b", line)]
@@ -109,8 +117,10 @@ def facts_of(
         name=kernel.__name__, shared=made.metadata.shared, stack=int(re.search(r"STACK:(\d+)", usage)[1]),
         registers=int(re.search(r"REG:(\d+)", usage)[1]),
         e4m3=len(re.findall(r"wgmma\.mma_async\S*\.e4m3\.e4m3", ptx)),
-        local_in_loop=local_accesses_among_products(sass) if "GMMA" in sass else 0,
+        local_in_loop=local_accesses_among_products(sass) if re.search(r"GMMA|UTC\w*MMA", sass) else 0,
         tensor_core=ptx.count("wgmma.mma_async" if arch == 90 else "tcgen05.mma"),
+        scaled=len(re.findall(r"tcgen05\.mma\S*block_scale", ptx)), unscaled=len(re.findall(r"tcgen05\.mma\.(?!\S*block_scale)", ptx)),
+        of_bf16=len(re.findall(r"tcgen05\.mma\S*kind::f16", ptx)), code_copies=ptx.count("tcgen05.cp."),
         copy_engine=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
         copy_engine_stores=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.global", ptx)),
         announced=len(re.findall(r"gpu\.release\.add|release\.gpu\.global\.add|acq_rel", ptx)),
@@ -130,8 +140,9 @@ def one(case: str, arch: int) -> tuple[str, list[dict[str, object]]]:
 
 
 def main() -> None:
+    asked = [(" ".join(job.split()[:-1]), int(job.split()[-1])) for job in sys.argv[1:]] or JOBS
     with ProcessPoolExecutor(2) as pool:
-        facts = dict(pool.map(one, *zip(*JOBS, strict=True)))
+        facts = dict(pool.map(one, *zip(*asked, strict=True)))
     print(json.dumps(facts))
 
 

@@ -33,7 +33,7 @@ from mok import trace
 from mok.config import Tuning
 from mok.executor import row_swiglu
 from mok.fabric import virtual_ranks
-from mok.kernels import launch_backward_fp8, memory
+from mok.kernels import launch_backward, launch_backward_fp8, memory
 from mok.kernels.backward import backward_kernel
 from mok.kernels.backward_fp8 import backward_fp8_kernel
 from mok.kernels.launch import Saved, Workspace
@@ -42,7 +42,7 @@ from mok.kernels.launch_backward_fp8 import TransposedExperts
 from mok.kernels.launch_fp8 import QuantizedExperts
 from mok.ops import Inputs, run_backward
 from mok.ops import Problem as HostProblem
-from mok.quantize import E4M3_NAN, E8M0_NAN, Recipe
+from mok.quantize import E4M3_NAN, E8M0_NAN, FP8_ROW, Recipe
 
 PLAN = BackwardPlan(num_sms=2, ring_tiles=4, group_tiles=1, parts=2, run=2, block_m=BLOCK, block_k=BLOCK // 2, block_h=64, num_warps=1)
 ALL = Needs()
@@ -98,7 +98,7 @@ def run(
         kept = saved[workspace.memory.rank] if saved else nothing_saved(problem, part)
         x, dy, weights = (shared(t[part].clone()) for t in (problem.x_TH, d_y, problem.weights_TK))
         workspace.memory.own["weights"][: weights.numel()] = weights.reshape(-1)
-        launch_backward_fp8.publish(workspace, dy, x, weights)
+        launch_backward.publish(workspace, dy, x, weights, FP8_ROW)
         if problem.shared:
             call = launch_backward_fp8.prepare_shared(
                 workspace, rows, kept, dy, x, weights, problem.shared, shared_clamp, needs, shared_mains, plan
@@ -287,7 +287,7 @@ def case_trace():
     plan, d_y = replace(PLAN, trace=True), make_d_y(problem)
     (workspace,) = make_workspaces(problem, 1)
     (rows,) = make_schedules(problem, [workspace])
-    launch_backward_fp8.publish(workspace, d_y, problem.x_TH, problem.weights_TK)
+    launch_backward.publish(workspace, d_y, problem.x_TH, problem.weights_TK, FP8_ROW)
     experts = (problem.gate_EIH, problem.up_EIH, problem.down_EHI)
     saved, weights = nothing_saved(problem, slice(0, 10)), shared(problem.weights_TK)
     call = launch_backward_fp8.prepare(workspace, rows, saved, weights, *experts, plan=plan)

@@ -10,7 +10,7 @@ import tempfile
 import pytest
 import torch
 
-from mok.quantize import FP8_COLUMN, FP8_ROW, FP8_SQUARE, MX_COLUMN, MX_ROW, quantize, to_tcgen05
+from mok.quantize import FP8_COLUMN, FP8_ROW, FP8_SQUARE, MX_COLUMN, MX_ROW, dequantize, quantize, to_tcgen05
 
 BLOCKS = (MX_ROW, MX_COLUMN, FP8_ROW, FP8_COLUMN, FP8_SQUARE)
 
@@ -71,6 +71,8 @@ def interpreted() -> None:
         kernels.quantize_into(x, FP8_SQUARE, *memory, count=torch.tensor([count], dtype=torch.int32), least=5)
         assert bool((memory[0] == 3).all() and (memory[1] == 3).all()) == (count < 5)
     same((memory[0].view(torch.float8_e4m3fn), memory[1]), quantize(x, FP8_SQUARE))
+    numbers = kernels.snap(x, MX_COLUMN, torch.tensor([5], dtype=torch.int32), 5)
+    assert torch.equal(numbers.float(), dequantize(*quantize(x, MX_COLUMN), MX_COLUMN))
     # the layout of tcgen05, padded
     for shape in ((2, 256, 96), (40, 160)):
         x = torch.randn(shape).bfloat16()

@@ -136,7 +136,6 @@ def test_what_cannot_be_quantized_is_refused():
         "--precision=int8: must be one of bf16, mxfp8, fp8": dict(precision="int8"),
         "--precision=fp8: needs --moe=mok": dict(precision="fp8", dtype="bfloat16", moe="torch"),
         "--precision=mxfp8: needs --moe=mok": dict(precision="mxfp8", dtype="bfloat16", against="torch"),
-        "--precision=mxfp8: needs --device=cpu": dict(precision="mxfp8", dtype="bfloat16", device="cuda"),
     }.items():
         with pytest.raises(TrainError, match=match):
             Options(**SMALL, **options)

@@ -247,8 +247,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for direction in options.directions.split(","):
         if direction not in DIRECTIONS:
             parser.error(f"--directions={direction}: must be some of {','.join(DIRECTIONS)}")
-    if options.precision == "mxfp8" and options.directions != "fwd":
-        parser.error("--precision=mxfp8: needs --directions fwd")
     if not ranks.launched():
         if cuda and torch.cuda.device_count() < options.ranks:
             parser.error(f"--ranks={options.ranks}: there are {torch.cuda.device_count()} GPUs")

@@ -349,7 +349,7 @@ def mxfp8_others(problem: OneDevice) -> dict[str, Callable[[], object]]:
     return others
 
 
-def others_than_fp8(problem: OneDevice) -> dict[str, Callable[[], object]]:
+def other_backwards(problem: OneDevice) -> dict[str, Callable[[], object]]:
     """The backward that quantizes its weights itself, and the one in bf16."""
     calls = {}
     for label, layer, options in (("quantizing", problem.layer, dict(quantize=True)), ("mok in bf16", problem.make_layer(), {})):
@@ -364,8 +364,8 @@ def backward_main(shapes: dict[str, Shape], arguments: Sequence[str] | None = No
     parser.add_argument("--parts", action="store_true", help="time each gradient alone, too")
     parser.add_argument("--saved", type=float, default=1.0, help="share of the rows whose gate and up were saved")
     parser.add_argument(
-        "--precision", choices=("bf16", "fp8"), default="bf16",
-        help="fp8: experts in blockwise FP8, weights quantized beforehand; on a GPU beside the same with quantizing them, and in bf16",
+        "--precision", choices=get_args(Precision), default="bf16",
+        help="mxfp8, fp8: experts in that format, weights quantized beforehand; on a GPU beside the same with quantizing them, and in bf16",
     )  # fmt: skip
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     chosen, device, rows = _shapes(parser, options.shapes, shapes), default_device(), []
@@ -376,7 +376,7 @@ def backward_main(shapes: dict[str, Shape], arguments: Sequence[str] | None = No
         baseline = TorchLayer(*problem.experts)
         others = {}
         if options.precision != "bf16" and device.type == "cuda":
-            others = others_than_fp8(problem)
+            others = other_backwards(problem)
         row, line = backward_row(name, problem, [baseline], options.repeats, options.plans, options.parts, others=others)
         others.clear()
         rows.append(row)

@@ -64,8 +64,8 @@ def plan_with(kind: Any, changes: Changes | None) -> Any:
 class GpuLayer:
     """This rank's part of a layer over a group, or, without one, a layer of this rank alone. shared: gate and up [S, H], down [H, S].
 
-    precision: but in "bf16", weights are quantized here, once; "mxfp8" has no backward. Calls of the backward with quantize=True quantize
-    theirs again, as `mok.MoE` does.
+    precision: but in "bf16", weights are quantized here, once. Calls of the backward with quantize=True quantize theirs again, as `mok.MoE`
+    does.
 
     compile_for: with so many ranks a layer that only compiles and loads what rank 0 of such a group launches; its barriers do not wait.
     """
@@ -79,6 +79,7 @@ class GpuLayer:
         from mok.kernels import memory
         from mok.kernels.launch import Workspace
         from mok.kernels.launch_backward_fp8 import TransposedExperts
+        from mok.kernels.launch_backward_mxfp8 import transposed_for
         from mok.kernels.launch_fp8 import QuantizedExperts
         from mok.kernels.launch_mxfp8 import experts_for
 
@@ -86,9 +87,9 @@ class GpuLayer:
         size = compile_for if group is None else dist.get_world_size(group)
         layout = memory.layer_regions(precision, tokens, hidden, num_experts, top_k, size)
         self.quantized: Any = None
-        self.transposed = None
+        self.transposed: Any = None
         if precision == "mxfp8":
-            self.quantized = experts_for(device, *experts)
+            self.quantized, self.transposed = experts_for(device, *experts), transposed_for(device, *experts)
         elif precision == "fp8":
             self.quantized, self.transposed = QuantizedExperts.of(*experts), TransposedExperts.of(*experts)
         # All of the views: their owner keeps the peers' memory.
@@ -119,14 +120,21 @@ class GpuLayer:
         kernels = {"QuantizedExperts": "forward_fp8_kernel", "MxExperts": "forward_mxfp8_kernel"}
         return kernels.get(type(self.quantized).__name__, "forward_kernel")
 
+    @property
+    def backward_kernel(self) -> str:
+        """The backward's name."""
+        kernels = {"TransposedExperts": "backward_fp8_kernel", "MxTransposed": "backward_mxfp8_kernel"}
+        return kernels.get(type(self.transposed).__name__, "backward_kernel")
+
     def backward(self, batch: Batch, kept: Any, changes: Changes | None = None, **options: Any) -> list[Tensor]:
         """The gradients of x, the router weights, gate, up and down, of those that are asked for. options: those of the launch."""
-        from mok.kernels import launch_backward, launch_backward_fp8
+        from mok.kernels import launch_backward, launch_backward_fp8, launch_backward_mxfp8
 
         schedule, saved = kept
         run: Callable[..., launch_backward.Gradients] = launch_backward.backward
         if self.quantized is not None:
-            run = launch_backward_fp8.backward
+            form = launch_backward_fp8 if isinstance(self.transposed, launch_backward_fp8.TransposedExperts) else launch_backward_mxfp8
+            run = form.backward
             options["transposed"] = None if options.pop("quantize", False) else self.transposed
         result = run(
             self.workspace, schedule, saved, batch.ids_TK, batch.d_y_TH, batch.x_TH, batch.weights_TK, *self.experts, self.num_experts,

@@ -128,14 +128,14 @@ def layer(
 ) -> tuple[Tensor, Tensor]:
     """out [T, H] and the counts int64 [E] of the group's routes. Everything bf16 but ids (int64), weights and shared_scale (fp32).
 
-    precision: of the routed experts' products; "mxfp8" has no backward. term: see `gpu_forward`.
+    precision: of the routed experts' products. term: see `gpu_forward`.
     main_grads, shared_main_grads: none, or 3 fp32 tensors like the routed and the shared experts.
     """
     tokens, top_k = ids.shape
     workspace = workspace_for(group, x.device, tokens, x.shape[1], top_k, num_experts, tuning, precision)
     inputs = [x, weights, *experts, *(shared or ()), *([] if shared_scale is None else [shared_scale])]
     several = workspace.memory.size > 1
-    save = precision != "mxfp8" and torch.is_grad_enabled() and (several or any(tensor.requires_grad for tensor in inputs))
+    save = torch.is_grad_enabled() and (several or any(tensor.requires_grad for tensor in inputs))
     if save and not any(tensor.requires_grad for tensor in inputs):
         x = x.detach().requires_grad_()  # this rank must come to backward when another one needs its experts
     saved_rows = rows_to_save(tuning, workspace.max_tokens, top_k, workspace.memory.size, experts[0].shape[0]) if save else -1

@@ -9,6 +9,9 @@ least two groups before, which is free when that group is done. Signals, one cou
     x_ready[tile]: parts pulled;  gate_ready[tile]: slices of gate and up there;  d_gate_ready[tile]: slices of d_gate, d_up, w h there;
     group_ready[group]: the same, over all tiles of the group;  group_done[group]: compute tasks done.
 
+With MXFP8, dY and x arrive as E4M3 and codes and are widened by the pull; the weights, and what d_x reads of d_gate and d_up, are numbers
+of MXFP8, too, all in bf16, which holds them exactly. Weights' gradients read d_gate and d_up as they are.
+
 Legend: T tokens of this rank, H hidden, I intermediate, S width of the shared experts, L experts of this rank, K choices per token,
 R ranks.
 """
@@ -19,7 +22,7 @@ import triton
 import triton.language as tl
 
 from mok.kernels import memory
-from mok.kernels.dispatch import pull_rows
+from mok.kernels.dispatch import pull_rows, pull_widened
 from mok.kernels.experts import find_slots, push_to_slots, rounded_pairs, store_rows
 from mok.kernels.gradients import (
     d_weight_task,
@@ -88,17 +91,27 @@ def pull_weights(
 
 @triton.jit
 def pull_task(
-    tile, part, saved_tiles, d_y_ptr, d_y_ptrs, x_ptr, x_ptrs, weights_ptr, weights_ptrs, peer_rank_ptr, peer_token_idx_ptr,
-    ring_d_y_ptr, ring_x_ptr, ring_weights_ptr, x_ready_ptr, ring,
+    tile, part, saved_tiles, d_y_ptr, d_y_ptrs, d_y_scale_ptr, d_y_scale_ptrs, x_ptr, x_ptrs, x_scale_ptr, x_scale_ptrs,
+    weights_ptr, weights_ptrs, peer_rank_ptr, peer_token_idx_ptr, ring_d_y_ptr, ring_x_ptr, ring_weights_ptr, x_ready_ptr, ring,
     H: tl.constexpr, K: tl.constexpr, R: tl.constexpr, NEED_EXPERTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, PARTS: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_M: tl.constexpr, PARTS: tl.constexpr, BLOCK_H: tl.constexpr, MXFP8: tl.constexpr,
 ):  # fmt: skip
     """Pull one part of a tile's rows into the rings; x only where something reads it."""
     ROWS: tl.constexpr = BLOCK_M // PARTS
     row = tile * BLOCK_M + part * ROWS
     ring_row = (tile % ring) * BLOCK_M + part * ROWS
     pull_weights(weights_ptr, weights_ptrs, ring_weights_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row, R, ROWS)
-    if NEED_EXPERTS:
+    if MXFP8:
+        pull_widened(
+            d_y_ptr, d_y_ptrs, d_y_scale_ptr, d_y_scale_ptrs, ring_d_y_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row,
+            H, K, R, ROWS, BLOCK_H,
+        )  # fmt: skip
+        if NEED_EXPERTS | (tile >= saved_tiles):
+            pull_widened(
+                x_ptr, x_ptrs, x_scale_ptr, x_scale_ptrs, ring_x_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row,
+                H, K, R, ROWS, BLOCK_H,
+            )  # fmt: skip
+    elif NEED_EXPERTS:
         pull_rows(
             d_y_ptr, d_y_ptrs, ring_d_y_ptr, x_ptr, x_ptrs, ring_x_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row,
             H, K, R, True, ROWS, BLOCK_H,
@@ -170,13 +183,15 @@ def wait_for_inputs(
 def tile_task(
     kind, tile, part, expert, group, number, taken, lanes, list_ptr, total, ring_d_y_desc, ring_d_gate_up_desc,
     down_kn_desc, gate_up_kn_desc, shared_d_y_desc, shared_d_gate_up_desc, shared_down_kn_desc, shared_gate_up_kn_desc,
-    saved_gate_ptr, saved_up_ptr, ring_d_gate_ptr, ring_d_up_ptr, ring_h_ptr, ring_weights_ptr, partial_ptr,
+    saved_gate_ptr, saved_up_ptr, ring_d_gate_ptr, ring_d_up_ptr, snapped_d_gate_ptr, snapped_d_up_ptr, ring_h_ptr, ring_weights_ptr,
+    partial_ptr,
     saved_shared_gate_ptr, saved_shared_up_ptr, shared_d_gate_ptr, shared_d_up_ptr, shared_h_ptr, shared_d_x_ptr,
     d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, peer_rank_ptr, peer_token_idx_ptr,
     d_gate_ready_ptr, group_ready_ptr, shared_ready_ptr, trace_ptr, up_first, shared_up_first, ring, tokens, saved_tiles,
     shared_tiles, limit, shared_limit, H: tl.constexpr, I: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
     CLAMP: tl.constexpr, RECOMPUTE: tl.constexpr, NEED_WEIGHTS: tl.constexpr, HIDDENS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICE: tl.constexpr, TRACE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICE: tl.constexpr, SNAP: tl.constexpr,
+    TRACE: tl.constexpr,
 ):  # fmt: skip
     """A slice of the hidden gradient or of d_x, of the first ROWS rows of a tile. -> the next ticket and its task's kind."""
     STORE: tl.constexpr = BLOCK_N // 2 if BLOCK_N > SLICE else SLICE
@@ -243,10 +258,11 @@ def tile_task(
         lanes_m = tl.arange(0, ROWS)
         weight = tl.load(ring_weights_ptr + place + lanes_m, mask=routed_rows, other=1.0)
         hidden_slices(
-            acc, from_gate_ptr, from_up_ptr, from_place + lanes_m, to_gate_ptr, to_up_ptr, to_h_ptr, place + lanes_m,
+            acc, from_gate_ptr, from_up_ptr, from_place + lanes_m, to_gate_ptr, to_up_ptr, snapped_d_gate_ptr, snapped_d_up_ptr, to_h_ptr,
+            place + lanes_m,
             num_rows, column, width, weight, clip,
             partial_ptr + PARTS_OF_D_W * part * (ring * BLOCK_M) + place, ring * BLOCK_M, routed_rows,
-            CLAMP, (S > 0) | (I % BLOCK_N != 0), NEED_WEIGHTS, ROWS, BLOCK_N, SLICE,
+            CLAMP, (S > 0) | (I % BLOCK_N != 0), NEED_WEIGHTS, SNAP, ROWS, BLOCK_N, SLICE,
         )  # fmt: skip
         order_copy_engine(tile)
         if kind == HIDDEN:
@@ -279,9 +295,10 @@ def tile_task(
     do_not_specialize=["up_first", "shared_up_first", "rank", "ring", "max_tiles", "num_local", "tokens", "saved_tiles", "wait_limit"]
 )
 def backward_kernel(
-    d_y_ptr, d_y_ptrs, x_ptr, x_ptrs, weights_ptr, weights_ptrs, d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, control_ptrs,
-    peer_rank_ptr, peer_token_idx_ptr, expert_tile_ptr, table_ptr, list_ptr,
-    ring_d_y_ptr, ring_x_ptr, ring_d_gate_ptr, ring_d_up_ptr, ring_h_ptr, ring_weights_ptr, partial_ptr, carry_ptr,
+    d_y_ptr, d_y_ptrs, d_y_scale_ptr, d_y_scale_ptrs, x_ptr, x_ptrs, x_scale_ptr, x_scale_ptrs, weights_ptr, weights_ptrs,
+    d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, control_ptrs, peer_rank_ptr, peer_token_idx_ptr, expert_tile_ptr, table_ptr, list_ptr,
+    ring_d_y_ptr, ring_x_ptr, ring_d_gate_ptr, ring_d_up_ptr, snapped_d_gate_ptr, snapped_d_up_ptr, ring_h_ptr, ring_weights_ptr,
+    partial_ptr, carry_ptr,
     saved_gate_ptr, saved_up_ptr, saved_shared_gate_ptr, saved_shared_up_ptr, shared_d_gate_ptr, shared_d_up_ptr, shared_h_ptr,
     ring_x_desc, gate_desc, up_desc,
     ring_d_y_desc, ring_d_gate_up_desc, half_d_y_desc, half_d_gate_up_desc, down_kn_desc, gate_up_kn_desc,
@@ -298,7 +315,7 @@ def backward_kernel(
     RUN: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, SLICE: tl.constexpr, BLOCK_H: tl.constexpr, THREADS: tl.constexpr,
     GATE_UPS: tl.constexpr, HIDDENS: tl.constexpr, D_XS: tl.constexpr, D_WEIGHTS: tl.constexpr,
-    SHARED_HIDDENS: tl.constexpr, SHARED_D_XS: tl.constexpr, TRACE: tl.constexpr,
+    SHARED_HIDDENS: tl.constexpr, SHARED_D_XS: tl.constexpr, MXFP8: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Take tickets until none is left. signals: the ticket counter, then the counters of the module's text; zero at the start."""
     STORE: tl.constexpr = BLOCK_N // 2 if BLOCK_N > SLICE else SLICE
@@ -334,8 +351,9 @@ def backward_kernel(
                 ok = wait_for_group(at, table_ptr, group_done_ptr, control_ptrs, rank, tile, X_FREE, wait_limit, R)
             if ok == 1:
                 pull_task(
-                    tile, part, saved_tiles, d_y_ptr, d_y_ptrs, x_ptr, x_ptrs, weights_ptr, weights_ptrs, peer_rank_ptr, peer_token_idx_ptr,
-                    ring_d_y_ptr, ring_x_ptr, ring_weights_ptr, x_ready_ptr, ring, H, K, R, NEED_EXPERTS, BLOCK_M, PARTS, BLOCK_H,
+                    tile, part, saved_tiles, d_y_ptr, d_y_ptrs, d_y_scale_ptr, d_y_scale_ptrs, x_ptr, x_ptrs, x_scale_ptr, x_scale_ptrs,
+                    weights_ptr, weights_ptrs, peer_rank_ptr, peer_token_idx_ptr, ring_d_y_ptr, ring_x_ptr, ring_weights_ptr,
+                    x_ready_ptr, ring, H, K, R, NEED_EXPERTS, BLOCK_M, PARTS, BLOCK_H, MXFP8,
                 )  # fmt: skip
             ticket, next_kind = take_ticket(taken, lanes, list_ptr, total)
         else:
@@ -419,23 +437,25 @@ def backward_kernel(
                     ticket, next_kind = tile_task(
                         kind, tile, part, expert, group, number, taken, lanes, list_ptr, total, half_d_y_desc, half_d_gate_up_desc,
                         down_kn_desc, gate_up_kn_desc, shared_d_y_desc, shared_d_gate_up_desc, shared_down_kn_desc, shared_gate_up_kn_desc,
-                        saved_gate_ptr, saved_up_ptr, ring_d_gate_ptr, ring_d_up_ptr, ring_h_ptr, ring_weights_ptr, partial_ptr,
+                        saved_gate_ptr, saved_up_ptr, ring_d_gate_ptr, ring_d_up_ptr, snapped_d_gate_ptr, snapped_d_up_ptr, ring_h_ptr,
+                        ring_weights_ptr, partial_ptr,
                         saved_shared_gate_ptr, saved_shared_up_ptr, shared_d_gate_ptr, shared_d_up_ptr, shared_h_ptr, shared_d_x_ptr,
                         d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, peer_rank_ptr, peer_token_idx_ptr,
                         d_gate_ready_ptr, group_ready_ptr, shared_ready_ptr, trace_ptr, up_first, shared_up_first, ring, tokens,
                         saved_tiles, shared_tiles, limit, shared_limit, H, I, 0, R, CLAMP, RECOMPUTE, NEED_WEIGHTS, HIDDENS,
-                        BLOCK_M // 2, BLOCK_M, BLOCK_N, BLOCK_K, SLICE, TRACE,
+                        BLOCK_M // 2, BLOCK_M, BLOCK_N, BLOCK_K, SLICE, MXFP8 & (D_XS > 0), TRACE,
                     )  # fmt: skip
                 else:
                     ticket, next_kind = tile_task(
                         kind, tile, part, expert, group, number, taken, lanes, list_ptr, total, ring_d_y_desc, ring_d_gate_up_desc,
                         down_kn_desc, gate_up_kn_desc, shared_d_y_desc, shared_d_gate_up_desc, shared_down_kn_desc, shared_gate_up_kn_desc,
-                        saved_gate_ptr, saved_up_ptr, ring_d_gate_ptr, ring_d_up_ptr, ring_h_ptr, ring_weights_ptr, partial_ptr,
+                        saved_gate_ptr, saved_up_ptr, ring_d_gate_ptr, ring_d_up_ptr, snapped_d_gate_ptr, snapped_d_up_ptr, ring_h_ptr,
+                        ring_weights_ptr, partial_ptr,
                         saved_shared_gate_ptr, saved_shared_up_ptr, shared_d_gate_ptr, shared_d_up_ptr, shared_h_ptr, shared_d_x_ptr,
                         d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, peer_rank_ptr, peer_token_idx_ptr,
                         d_gate_ready_ptr, group_ready_ptr, shared_ready_ptr, trace_ptr, up_first, shared_up_first, ring, tokens,
                         saved_tiles, shared_tiles, limit, shared_limit, H, I, S, R, CLAMP, RECOMPUTE, NEED_WEIGHTS, HIDDENS,
-                        BLOCK_M, BLOCK_M, BLOCK_N, BLOCK_K, SLICE, TRACE,
+                        BLOCK_M, BLOCK_M, BLOCK_N, BLOCK_K, SLICE, MXFP8 & (D_XS > 0), TRACE,
                     )  # fmt: skip
                 if kind <= D_WEIGHT:
                     announce(group_done_ptr + group)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from mok.kernels.backward import pull_weights, wait_for_group, wait_for_inputs
-from mok.kernels.dispatch import find_tokens, widened_blocks
+from mok.kernels.dispatch import find_tokens, store_codes, widened_blocks
 from mok.kernels.experts import find_slots, push_to_slots, rounded_pairs, widened_pairs
 from mok.kernels.forward_fp8 import step_sum
 from mok.kernels.gradients import (
@@ -79,16 +79,16 @@ def load_quantized(
 @triton.jit
 def store_pulled(
     values, codes, ring_ptr, scale_ring_ptr, wide_ring_ptr, rows, start,
-    KEEP: tl.constexpr, WIDEN: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+    KEEP: tl.constexpr, WIDEN: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
-    """A part into rows of the rings: with KEEP as it came, with WIDEN as bf16."""
+    """A part into rows of the rings: with KEEP as it came, with WIDEN as bf16. TILED: codes as in `pull_scales`."""
     BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     columns = start + tl.arange(0, BLOCK_H)
     to = rows.to(tl.int64)[:, None] * H + columns[None, :]
     if KEEP:
         blocks = start // BLOCK + tl.arange(0, BLOCK_H // BLOCK)
         tl.store(ring_ptr + to, values, mask=(columns < H)[None, :])
-        tl.store(scale_ring_ptr + rows.to(tl.int64)[:, None] * BLOCKS + blocks[None, :], codes, mask=(blocks < BLOCKS)[None, :])
+        store_codes(scale_ring_ptr, codes, rows[:, None], blocks[None, :], BLOCKS, TILED)
     if WIDEN:
         tl.store(wide_ring_ptr + to, widened_blocks(values, codes, BLOCK), mask=(columns < H)[None, :])
 
@@ -99,7 +99,7 @@ def pull_task(
     weights_ptr, weights_ptrs, peer_rank_ptr, peer_token_idx_ptr, ring_d_y_ptr, ring_d_y_scale_ptr, wide_d_y_ptr,
     ring_x_ptr, ring_x_scale_ptr, wide_x_ptr, ring_weights_ptr, x_ready_ptr, ring,
     H: tl.constexpr, K: tl.constexpr, R: tl.constexpr, RECOMPUTE: tl.constexpr, NEED_EXPERTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, PARTS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, PARTS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
     """Pull one part of a tile's rows into the rings; x only where something reads it."""
     ROWS: tl.constexpr = BLOCK_M // PARTS
@@ -121,11 +121,12 @@ def pull_task(
                 x, x_codes = load_quantized(x_ptr, x_ptrs, x_scale_ptr, x_scale_ptrs, source, slot, wanted, start, H, K, R, BLOCK_H, BLOCK)
             store_pulled(
                 d_y, d_y_codes, ring_d_y_ptr, ring_d_y_scale_ptr, wide_d_y_ptr, ring_row + rows, start,
-                True, NEED_EXPERTS, H, BLOCK_H, BLOCK,
+                True, NEED_EXPERTS, H, BLOCK_H, BLOCK, TILED,
             )  # fmt: skip
             if NEED_EXPERTS | RECOMPUTE:
                 store_pulled(
-                    x, x_codes, ring_x_ptr, ring_x_scale_ptr, wide_x_ptr, ring_row + rows, start, RECOMPUTE, NEED_EXPERTS, H, BLOCK_H, BLOCK
+                    x, x_codes, ring_x_ptr, ring_x_scale_ptr, wide_x_ptr, ring_row + rows, start,
+                    RECOMPUTE, NEED_EXPERTS, H, BLOCK_H, BLOCK, TILED,
                 )  # fmt: skip
     order_copy_engine(tile)
     announce(x_ready_ptr + tile)
@@ -444,7 +445,7 @@ def backward_fp8_kernel(
                     tile, part, saved_tiles, d_y_ptr, d_y_ptrs, d_y_scale_ptr, d_y_scale_ptrs, x_ptr, x_ptrs, x_scale_ptr, x_scale_ptrs,
                     weights_ptr, weights_ptrs, peer_rank_ptr, peer_token_idx_ptr, ring_d_y_ptr, ring_d_y_scale_ptr, wide_d_y_ptr,
                     ring_x_ptr, ring_x_scale_ptr, wide_x_ptr, ring_weights_ptr, x_ready_ptr, ring,
-                    H, K, R, RECOMPUTE, NEED_EXPERTS, BLOCK_M, PARTS, BLOCK_H, BLOCK,
+                    H, K, R, RECOMPUTE, NEED_EXPERTS, BLOCK_M, PARTS, BLOCK_H, BLOCK, False,
                 )  # fmt: skip
             ticket, next_kind = take_ticket(taken, lanes, list_ptr, total)
         else:

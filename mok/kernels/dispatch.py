@@ -85,6 +85,17 @@ def pull_rows(
 
 
 @triton.jit
+def store_codes(ring_ptr, codes, rows, blocks, BLOCKS: tl.constexpr, TILED: tl.constexpr):
+    """Codes [M, N] into rows [M, 1] and blocks [1, N] of a ring; see `pull_scales`."""
+    STORED: tl.constexpr = (BLOCKS + 3) // 4 * 4 if TILED else BLOCKS
+    if TILED:
+        to = rows.to(tl.int64) // 128 * (128 * STORED) + rows % 32 * 16 + rows % 128 // 32 * 4 + blocks // 4 * 512 + blocks % 4
+    else:
+        to = rows.to(tl.int64) * BLOCKS + blocks
+    tl.store(ring_ptr + to, codes, mask=blocks < STORED)
+
+
+@triton.jit
 def pull_scales(
     scale_ptr, scale_ptrs, ring_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row,
     BLOCKS: tl.constexpr, K: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, TILED: tl.constexpr = False,
@@ -93,20 +104,14 @@ def pull_scales(
 
     TILED: the ring's codes lie as `mok.quantize.to_tcgen05` has them; those that fill up a tile become 0.
     """
-    STORED: tl.constexpr = (BLOCKS + 3) // 4 * 4 if TILED else BLOCKS
-    WIDE: tl.constexpr = triton.next_power_of_2(STORED)
+    WIDE: tl.constexpr = triton.next_power_of_2((BLOCKS + 3) // 4 * 4 if TILED else BLOCKS)
     lanes = tl.arange(0, ROWS)
     source = tl.load(peer_rank_ptr + row + lanes)
     slot = tl.load(peer_token_idx_ptr + row + lanes)
     tokens = find_tokens(scale_ptr, scale_ptrs, source, slot, BLOCKS, K, R)
     blocks = tl.arange(0, WIDE)[None, :]
     codes = tl.load(tokens[:, None] + blocks, mask=(source >= 0)[:, None] & (blocks < BLOCKS), other=0)
-    rows = (ring_row + lanes)[:, None]
-    if TILED:
-        to = rows.to(tl.int64) // 128 * (128 * STORED) + rows % 32 * 16 + rows % 128 // 32 * 4 + blocks // 4 * 512 + blocks % 4
-    else:
-        to = rows.to(tl.int64) * BLOCKS + blocks
-    tl.store(ring_ptr + to, codes, mask=blocks < STORED)
+    store_codes(ring_ptr, codes, (ring_row + lanes)[:, None], blocks, BLOCKS, TILED)
 
 
 @triton.jit

@@ -14,7 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mok.kernels.experts import dot, rounded, rounded_pairs, sigmoid
+from mok.kernels.experts import dot, rounded, rounded_pairs, sigmoid, widened_pairs
+from mok.kernels.quantize import snapped_tile
 from mok.kernels.signals import INTERPRETING, peer_address
 from mok.kernels.trace import COMPUTED, note
 
@@ -153,12 +154,20 @@ def store_tile(tile, ptr, rows, column, width, BLOCK_M: tl.constexpr, BLOCK_N: t
 
 
 @triton.jit
+def snapped(tile):
+    """A bf16 tile as the numbers of MXFP8 that its rows become."""
+    return rounded_pairs(snapped_tile(widened_pairs(tile), 1, 32))
+
+
+@triton.jit
 def hidden_slices(
-    d_hidden, gate_ptr, up_ptr, from_rows, d_gate_ptr, d_up_ptr, weighted_h_ptr, to_rows, num_rows, column, width, weight, limit,
-    partial_ptr, partial_stride, keep,
-    CLAMP: tl.constexpr, CLIP: tl.constexpr, D_WEIGHTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICE: tl.constexpr,
+    d_hidden, gate_ptr, up_ptr, from_rows, d_gate_ptr, d_up_ptr, snapped_d_gate_ptr, snapped_d_up_ptr, weighted_h_ptr, to_rows,
+    num_rows, column, width, weight, limit, partial_ptr, partial_stride, keep,
+    CLAMP: tl.constexpr, CLIP: tl.constexpr, D_WEIGHTS: tl.constexpr, SNAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SLICE: tl.constexpr,
 ):  # fmt: skip
-    """d_hidden: a tile of dHid. Stores d_gate, d_up, w h, and (where `keep`) each slice's part of d_w.
+    """d_hidden: a tile of dHid. Stores d_gate, d_up, w h, and (where `keep`) each slice's part of d_w and, with SNAP, the numbers of MXFP8
+    that d_gate and d_up become.
 
     A slice's gate and up are on their way while the slice before it is stored.
     """
@@ -171,6 +180,10 @@ def hidden_slices(
         store_slice(weighted_h_ptr, weighted_h, to_rows, column + i * SLICE, num_rows, width, SLICE, CLIP)
         store_slice(d_up_ptr, d_up, to_rows, column + i * SLICE, num_rows, width, SLICE, CLIP)
         store_slice(d_gate_ptr, d_gate, to_rows, column + i * SLICE, num_rows, width, SLICE, CLIP)
+        if SNAP:
+            if keep:
+                store_slice(snapped_d_up_ptr, snapped(d_up), to_rows, column + i * SLICE, num_rows, width, SLICE, CLIP)
+                store_slice(snapped_d_gate_ptr, snapped(d_gate), to_rows, column + i * SLICE, num_rows, width, SLICE, CLIP)
         if D_WEIGHTS:
             tl.store(partial_ptr + i * partial_stride + tl.arange(0, BLOCK_M), d_weight, mask=keep)
 

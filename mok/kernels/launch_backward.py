@@ -20,7 +20,9 @@ from mok.kernels.backward import backward_kernel
 from mok.kernels.combine import combine
 from mok.kernels.groups import BLOCK_TICKETS, HEADER, RECORD, ROW, list_kernel, plan_kernel
 from mok.kernels.launch import Saved, Workspace, _rows, trace_record
+from mok.kernels.quantize import quantize_into
 from mok.kernels.schedule import DeviceSchedule
+from mok.quantize import MX_ROW, Block
 
 Weights = tuple[Tensor, Tensor, Tensor]  # of gate, up and down
 # What the kernel takes only where there are shared experts.
@@ -238,8 +240,14 @@ def prepare(
     main_grads: Weights | None = None,
     shared_main_grads: Weights | None = None,
     plan: BackwardPlan | None = None,
+    mxfp8: bool = False,
+    gate_up_again: tuple[Tensor, Tensor] | None = None,
 ) -> Call:
-    """shared_d_y_TH: the gradient of the shared experts' output where it is not dY. main_grads: fp32, shaped like the weights, added to."""
+    """shared_d_y_TH: the gradient of the shared experts' output where it is not dY. main_grads: fp32, shaped like the weights, added to.
+
+    mxfp8: the routed experts' weights are numbers of MXFP8, and dY, x, d_gate and d_up become such (`launch_backward_mxfp8.py`).
+    gate_up_again: gate and up as the forward multiplied by them, where those are others.
+    """
     plan, needs = plan or BackwardPlan(), needs or Needs()
     plan = plan.with_run(x_TH.shape[0] * workspace.top_k, gate_LIH.shape[0])
     memory, tokens, hidden, width = workspace.memory, x_TH.shape[0], workspace.hidden, gate_LIH.shape[1]
@@ -257,6 +265,7 @@ def prepare(
     take = workspace.take
     d_y_ring, x_ring = (take(name, (ring * m, hidden), bf16) for name in ("d_y_ring", "x_ring"))
     d_gate_ring, d_up_ring = take("d_gate_up_ring", (2, ring * m, width), bf16)
+    of_d_x = take("snapped_d_gate_up_ring", (2, ring * m, width), bf16) if mxfp8 and needs.x else (d_gate_ring, d_up_ring)
     h_ring = take("h_ring", (ring * m, width), bf16)
     weights_ring = take("weights_ring", (ring * m,), fp32)
     partial = take("d_weights_parts", (triton.cdiv(width, n) * (n // s), ring * m), fp32)
@@ -282,19 +291,29 @@ def prepare(
     out = lambda matrix: _rows(matrix if by_copy_engine else d_y_ring, m, plan.weight_store)  # noqa: E731
     saved_gate, saved_up = (saved.gate_CI, saved.up_CI) if saved_tiles else (d_gate_ring, d_up_ring)
     addresses, own = memory.addresses, memory.own
+
+    def pulled(name: str, value: Tensor) -> dict[str, Tensor]:
+        """Where the kernel pulls an operand from: this rank's and all ranks' rows and, if there are any, codes."""
+        first, scale = (f"{name}_e4m3", f"{name}_scale") if mxfp8 else (name, name)
+        return {
+            f"{name}_ptr": own[first] if mxfp8 else value, f"{name}_ptrs": addresses[first],
+            f"{name}_scale_ptr": own[scale], f"{name}_scale_ptrs": addresses[scale],
+        }  # fmt: skip
+
     kernel: dict[str, object] = dict(
-        d_y_ptr=d_y_TH, d_y_ptrs=addresses["d_y"], x_ptr=x_TH, x_ptrs=addresses["x"],
+        **pulled("d_y", d_y_TH), **pulled("x", x_TH),
         weights_ptr=weights_TK, weights_ptrs=addresses["weights"],
         d_x_ptr=own["combine"], d_x_ptrs=addresses["combine"], d_weights_ptr=own["d_weights"], d_weights_ptrs=addresses["d_weights"],
         control_ptrs=addresses["control"], peer_rank_ptr=rows.peer_rank, peer_token_idx_ptr=rows.peer_token_idx,
         **order.tables,
         ring_d_y_ptr=d_y_ring, ring_x_ptr=x_ring, ring_weights_ptr=weights_ring, partial_ptr=partial, carry_ptr=carry,
-        half_d_y_desc=half(d_y_ring), half_d_gate_up_desc=half(d_gate_ring, d_up_ring),
-        ring_d_y_desc=a(d_y_ring), ring_d_gate_up_desc=a(d_gate_ring, d_up_ring), down_kn_desc=b(down_LHI),
+        half_d_y_desc=half(d_y_ring), half_d_gate_up_desc=half(*of_d_x),
+        ring_d_y_desc=a(d_y_ring), ring_d_gate_up_desc=a(*of_d_x), down_kn_desc=b(down_LHI),
         gate_up_kn_desc=b(gate_LIH, up_LIH), up_first=int(up_LIH.data_ptr() < gate_LIH.data_ptr()),
         ring_d_y_t_desc=a_t(d_y_ring), ring_d_gate_t_desc=a_t(d_gate_ring), ring_d_up_t_desc=a_t(d_up_ring),
         ring_x_n_desc=b_rows(x_ring), ring_h_n_desc=b_rows(h_ring),
-        ring_d_gate_ptr=d_gate_ring, ring_d_up_ptr=d_up_ring, ring_h_ptr=h_ring, saved_gate_ptr=saved_gate, saved_up_ptr=saved_up,
+        ring_d_gate_ptr=d_gate_ring, ring_d_up_ptr=d_up_ring, snapped_d_gate_ptr=of_d_x[0], snapped_d_up_ptr=of_d_x[1], ring_h_ptr=h_ring,
+        saved_gate_ptr=saved_gate, saved_up_ptr=saved_up,
         d_gate_weight_desc=out(to_experts[0]), d_up_weight_desc=out(to_experts[1]), d_down_weight_desc=out(to_experts[2]),
         d_gate_weight_ptr=to_experts[0], d_up_weight_ptr=to_experts[1], d_down_weight_ptr=to_experts[2],
         shared_d_gate_weight_ptr=to_shared[0], shared_d_up_weight_ptr=to_shared[1], shared_d_down_weight_ptr=to_shared[2],
@@ -306,13 +325,15 @@ def prepare(
         H=hidden, I=width, S=shared_width, K=workspace.top_k, R=memory.size, CLAMP=clamp is not None or shared_clamp is not None,
         RECOMPUTE=recompute, CARRY=cut, ACCUMULATE=accumulate, BY_COPY_ENGINE=by_copy_engine,
         NEED_WEIGHTS=needs.weights, NEED_EXPERTS=needs.experts, NEED_SHARED=needs.shared and bool(shared),
-        RUN=plan.run, ring=ring, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, SLICE=s, BLOCK_H=min(plan.block_h, triton.next_power_of_2(hidden)),
-        THREADS=32 * plan.num_warps, SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs,
-        TRACE=plan.trace, **{**order.per, "PARTS": max(tasks.parts, 1)},  # without pulls their code is compiled all the same
+        RUN=plan.run, ring=ring, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, SLICE=s,
+        BLOCK_H=max(min(plan.block_h, triton.next_power_of_2(hidden)), 32), THREADS=32 * plan.num_warps,
+        SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs,
+        MXFP8=mxfp8, TRACE=plan.trace, **{**order.per, "PARTS": max(tasks.parts, 1)},  # without pulls their code is compiled all the same
     )  # fmt: skip
     of_gate_and_up = dict.fromkeys(("ring_x_desc", "gate_desc", "up_desc"))
     if recompute:
-        of_gate_and_up = dict(ring_x_desc=a_rows(x_ring), gate_desc=_rows(gate_LIH, plan.store, k), up_desc=_rows(up_LIH, plan.store, k))
+        gate, up = (_rows(weight, plan.store, k) for weight in gate_up_again or (gate_LIH, up_LIH))
+        of_gate_and_up = dict(ring_x_desc=a_rows(x_ring), gate_desc=gate, up_desc=up)
     of_shared: dict[str, object] = dict.fromkeys(OF_SHARED)
     if shared:
         shared_gate, shared_up, shared_down = shared
@@ -335,12 +356,16 @@ def prepare(
     )  # fmt: skip
 
 
-def publish(workspace: Workspace, d_y_TH: Tensor, x_TH: Tensor, weights_TK: Tensor) -> None:
-    """Copy what peers pull to where they see it."""
-    memory = workspace.memory
-    if memory.size > 1:
-        for name, value in (("d_y", d_y_TH), ("x", x_TH), ("weights", weights_TK.reshape(-1))):
-            memory.own[name][: value.shape[0]].copy_(value)
+def publish(workspace: Workspace, d_y_TH: Tensor, x_TH: Tensor, weights_TK: Tensor, block: Block | None = None) -> None:
+    """Copy what peers pull to where they see it; with a block, dY and x quantized in such blocks of their rows."""
+    own, tokens, several = workspace.memory.own, x_TH.shape[0], workspace.memory.size > 1
+    for name, value in (("d_y", d_y_TH), ("x", x_TH)):
+        if block is not None:
+            quantize_into(value, block, own[f"{name}_e4m3"][:tokens], own[f"{name}_scale"][:tokens])
+        elif several:
+            own[name][:tokens].copy_(value)
+    if several:
+        own["weights"][: weights_TK.numel()].copy_(weights_TK.reshape(-1))
 
 
 def gather(workspace: Workspace, call: Call, ids_TK: Tensor, num_experts: int, needs: Needs) -> Gradients:
@@ -364,7 +389,7 @@ def backward(
     """Publish, one kernel, combine. d_y, x: bf16, weights: fp32, all contiguous; `options` are those of `prepare`."""
     workspace.check()
     plan, needs = plan or BackwardPlan(), needs or Needs()
-    publish(workspace, d_y_TH, x_TH, weights_TK)
+    publish(workspace, d_y_TH, x_TH, weights_TK, MX_ROW if options.get("mxfp8") else None)
     call = prepare(
         workspace, rows, saved, d_y_TH, x_TH, weights_TK, gate_LIH, up_LIH, down_LHI, needs=needs, plan=plan, **options
     )  # fmt: skip

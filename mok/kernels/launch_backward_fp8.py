@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,11 +19,11 @@ from mok.kernels import launch_backward
 from mok.kernels.backward import backward_kernel
 from mok.kernels.backward_fp8 import backward_fp8_kernel
 from mok.kernels.launch import Saved, Workspace, _rows, trace_record
-from mok.kernels.launch_backward import BackwardPlan, Call, Gradients, Needs, Weights, _planes, gather, order_tasks, results
+from mok.kernels.launch_backward import BackwardPlan, Call, Gradients, Needs, Weights, _planes, gather, order_tasks, publish, results
 from mok.kernels.launch_fp8 import BLOCK
 from mok.kernels.quantize import quantize, quantize_into
 from mok.kernels.schedule import DeviceSchedule
-from mok.quantize import E4M3, FP8_ROW, FP8_SQUARE, Quantized, scale_shape
+from mok.quantize import E4M3, FP8_ROW, FP8_SQUARE, Block, Quantized, scale_shape
 
 
 class TransposedExperts(NamedTuple):
@@ -47,15 +48,6 @@ class TransposedExperts(NamedTuple):
         for plane, weight in enumerate((gate_LIH, up_LIH)):
             quantize_into(weight.mT, FP8_SQUARE, values[plane], codes[plane])
         return TransposedExperts(Quantized(values.view(E4M3), torch.cat((codes[0], codes[1]), -1)), down)
-
-
-def publish(workspace: Workspace, d_y_TH: Tensor, x_TH: Tensor, weights_TK: Tensor) -> None:
-    """Quantize dY and x into where peers see them, and copy the router weights there."""
-    own, tokens = workspace.memory.own, x_TH.shape[0]
-    for name, value in (("d_y", d_y_TH), ("x", x_TH)):
-        quantize_into(value, FP8_ROW, own[f"{name}_e4m3"][:tokens], own[f"{name}_scale"][:tokens])
-    if workspace.memory.size > 1:
-        own["weights"][: weights_TK.numel()].copy_(weights_TK.reshape(-1))
 
 
 def prepare(
@@ -170,14 +162,29 @@ def backward(
 ) -> Gradients:  # fmt: skip
     """`launch_backward.backward` with the routed experts in blockwise FP8: quantized here from bf16, or beforehand (see `prepare`). The
     workspace's memory has `memory.quantized_backward_regions`.
+    """
+    plan, needs = plan or BackwardPlan(), needs or Needs()
+    return run(
+        workspace, rows, saved, ids_TK, d_y_TH, x_TH, weights_TK, num_experts, needs, plan, FP8_ROW, backward_fp8_kernel,
+        lambda: prepare(workspace, rows, saved, weights_TK, gate_LIH, up_LIH, down_LHI, clamp, needs, main_grads, plan, transposed),
+        shared, shared_clamp, shared_d_y_TH, shared_main_grads,
+    )  # fmt: skip
+
+
+def run(
+    workspace: Workspace, rows: DeviceSchedule, saved: Saved, ids_TK: Tensor, d_y_TH: Tensor, x_TH: Tensor, weights_TK: Tensor,
+    num_experts: int, needs: Needs, plan: BackwardPlan, block: Block, kernel: Any, prepare: Callable[[], Call], shared: Weights | None,
+    shared_clamp: float | None, shared_d_y_TH: Tensor | None, shared_main_grads: Weights | None,
+) -> Gradients:  # fmt: skip
+    """Publish dY and x in blocks of a row, the shared experts, a kernel of routed experts with E4M3 operands, combine. prepare: its
+    call.
 
     The shared experts, which need no peer, are computed before the ranks meet.
     """
     workspace.check()
-    plan, needs = plan or BackwardPlan(), needs or Needs()
     programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
     options = dict(num_warps=plan.num_warps, num_stages=plan.num_stages, enable_fp_fusion=False)
-    publish(workspace, d_y_TH, x_TH, weights_TK)
+    publish(workspace, d_y_TH, x_TH, weights_TK, block)
     of_shared = None
     if shared and (needs.x or needs.shared):
         d_y = d_y_TH if shared_d_y_TH is None else shared_d_y_TH
@@ -186,10 +193,10 @@ def backward(
         backward_kernel[(programs,)](**of_shared.kernel, **options)
     call = of_shared
     if needs.x or needs.weights or needs.experts or workspace.memory.size > 1:  # peers wait for this rank
-        call = prepare(workspace, rows, saved, weights_TK, gate_LIH, up_LIH, down_LHI, clamp, needs, main_grads, plan, transposed)
+        call = prepare()
         call.order.write(workspace.num_sms)
         workspace.barrier()
-        backward_fp8_kernel[(programs,)](**call.kernel, **options)
+        kernel[(programs,)](**call.kernel, **options)
         workspace.barrier()
         if of_shared:
             call = dataclasses.replace(call, shared=of_shared.shared, shared_d_x=of_shared.shared_d_x)

@@ -61,14 +61,16 @@ def quantized_regions(max_tokens: int, hidden: int, block: Block = FP8_ROW) -> l
     ]
 
 
-def quantized_backward_regions(max_tokens: int, hidden: int, num_experts: int, top_k: int, ranks: int) -> list[Region]:
-    """`backward_regions` with x and dY as blockwise FP8. The dY of `backward_regions` has no rows."""
+def quantized_backward_regions(
+    max_tokens: int, hidden: int, num_experts: int, top_k: int, ranks: int, block: Block = FP8_ROW
+) -> list[Region]:
+    """`backward_regions` with x and dY as E4M3 values and E8M0 codes. The dY of `backward_regions` has no rows."""
     slots = max_tokens * top_k
     return [
         *regions(max_tokens, hidden, num_experts, top_k, ranks),
-        *quantized_regions(max_tokens, hidden),
+        *quantized_regions(max_tokens, hidden, block),
         Region("d_y_e4m3", (max_tokens, hidden), torch.uint8),
-        Region("d_y_scale", scale_shape((max_tokens, hidden), FP8_ROW), torch.uint8),
+        Region("d_y_scale", scale_shape((max_tokens, hidden), block), torch.uint8),
         Region("weights", (slots,), torch.float32),
         Region("d_weights", (slots,), torch.float32),
         Region("d_y", (0, hidden), torch.bfloat16),
@@ -76,11 +78,11 @@ def quantized_backward_regions(max_tokens: int, hidden: int, num_experts: int, t
 
 
 def layer_regions(precision: Precision, max_tokens: int, hidden: int, num_experts: int, top_k: int, ranks: int) -> list[Region]:
-    """What a layer with experts in this format needs; in "mxfp8", which has no backward, for the forward."""
+    """What a layer with experts in this format needs."""
     sizes = (max_tokens, hidden, num_experts, top_k, ranks)
-    if precision == "mxfp8":
-        return [*regions(*sizes), *quantized_regions(max_tokens, hidden, MX_ROW)]
-    return quantized_backward_regions(*sizes) if precision == "fp8" else backward_regions(*sizes)
+    if precision == "bf16":
+        return backward_regions(*sizes)
+    return quantized_backward_regions(*sizes, MX_ROW if precision == "mxfp8" else FP8_ROW)
 
 
 @dataclass

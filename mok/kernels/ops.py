@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mok.config import TILE_M
-from mok.kernels import launch, launch_backward, launch_backward_fp8, launch_fp8, launch_mxfp8, memory
+from mok.kernels import launch, launch_backward, launch_backward_fp8, launch_backward_mxfp8, launch_fp8, launch_mxfp8, memory
 from mok.kernels.forward import forward_kernel
 from mok.kernels.launch import ForwardPlan, Saved, Workspace
 from mok.kernels.launch_backward import BackwardPlan, Needs
@@ -47,7 +48,7 @@ def make_workspace(
     num_sms: int, precision: Precision = "bf16",
 ) -> Workspace:  # fmt: skip
     """Memory for forward and backward of at most `tokens` tokens of any rank (ranks may differ) and up to num_experts experts; collective.
-    precision: of the routed experts; "mxfp8" has a forward only.
+    precision: of the routed experts.
 
     Raises:
         ValueError: ranks that disagree on H, K or E; the same on every rank.
@@ -315,8 +316,8 @@ def gpu_backward(
         shared_d_y = None
         if shared is not None:
             shared_d_y = d_out if shared_scale is None else (d_out.float() * shared_scale[:, None]).to(d_out.dtype)
-        backward = launch_backward_fp8.backward if inner.precision == "fp8" else launch_backward.backward
-        got = backward(
+        forms: dict[str, Any] = dict(bf16=launch_backward, mxfp8=launch_backward_mxfp8, fp8=launch_backward_fp8)
+        got = forms[inner.precision].backward(
             inner, DeviceSchedule(*schedule), Saved(*kept[: KEPT - 1]), ids, d_out, x, weights, gate, up, down, num_experts, needs,
             plans(inner, plan, gate.shape[1], num_experts)[1], shared=shared, clamp=clamp, shared_clamp=shared_clamp,
             shared_d_y_TH=shared_d_y, main_grads=tuple(main_grads) or None, shared_main_grads=tuple(shared_main_grads) or None,

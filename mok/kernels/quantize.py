@@ -180,9 +180,14 @@ def quantize_into(
     return Quantized(values.view(E4M3), scale)
 
 
-@triton.jit(do_not_specialize=["M"])
-def snap_kernel(x_ptr, out_ptr, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
-    """One tile of one expert's rows, which are M."""
+@triton.jit(do_not_specialize=["M", "least"])
+def snap_kernel(
+    x_ptr, out_ptr, count_ptr, M, N, least, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COUNTED: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """One tile of one expert's rows, which are M. COUNTED: as `quantize_kernel`."""
+    if COUNTED:
+        if tl.load(count_ptr) < least:
+            return
     down, across = tl.cdiv(M, TILE), tl.cdiv(N, TILE)
     tile = tl.program_id(0)
     expert, i, j = (tile // (down * across)).to(tl.int64), tile // across % down, tile % across
@@ -193,12 +198,15 @@ def snap_kernel(x_ptr, out_ptr, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     tl.store(out_ptr + at, snapped_tile(x, ROWS, COLUMNS).to(tl.bfloat16), mask=inside)
 
 
-def snap(x: Tensor, block: Block) -> Tensor:
-    """bf16 x [..., M, N] -> the numbers that its quantized form stands for, which bf16 holds exactly."""
+def snap(x: Tensor, block: Block, count: Tensor | None = None, least: int = 0) -> Tensor:
+    """bf16 x [..., M, N] -> the numbers that its quantized form stands for, which bf16 holds exactly. count, least: as `quantize`."""
     x = x.detach().contiguous()
     out = torch.empty_like(x)
     rows, columns = x.shape[-2:]
     tiles = math.prod(x.shape[:-2]) * triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE)
     if tiles:
-        snap_kernel[(tiles,)](x, out, rows, columns, ROWS=block[0], COLUMNS=block[1], TILE=TILE, num_warps=8)
+        snap_kernel[(tiles,)](
+            x, out, x if count is None else count, rows, columns, least, ROWS=block[0], COLUMNS=block[1], COUNTED=count is not None,
+            TILE=TILE, num_warps=8,
+        )  # fmt: skip
     return out

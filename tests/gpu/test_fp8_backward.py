@@ -268,13 +268,14 @@ def test_capture_and_replay_with_changing_routes():
         assert_near(group.named([out]), expected(problem, d_y, RECIPE))
 
 
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
 @pytest.mark.parametrize("shared", [0, 1])
-def test_the_layer_trains(shared):
+def test_the_layer_trains(shared, precision):
     """mok.MoE forward and backward against the CPU's; compiled it has the same bits; the loss of a few steps falls."""
     config = mok.MoEConfig(hidden_size=272, intermediate_size=144, num_experts=6, top_k=2, num_shared_experts=shared)
     torch.manual_seed(0)
-    layer = mok.MoE(config, precision="fp8", dtype=torch.bfloat16)
-    device = mok.MoE(config, precision="fp8", dtype=torch.bfloat16, device="cuda")
+    layer = mok.MoE(config, precision=precision, dtype=torch.bfloat16)
+    device = mok.MoE(config, precision=precision, dtype=torch.bfloat16, device="cuda")
     device.load_state_dict(layer.state_dict())
     x, target = torch.randn(300, 272).bfloat16(), torch.randn(300, 272).bfloat16()
     on_cpu, on_gpu = x.clone().requires_grad_(), x.cuda().requires_grad_()
@@ -301,14 +302,15 @@ def test_the_layer_trains(shared):
     assert losses[-1] < losses[0]
 
 
-def test_frozen_parts_get_no_gradient():
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
+def test_frozen_parts_get_no_gradient(precision):
     problem = Problem(500, 512, 256, 6, 2)
     experts, d_y = (problem.gate, problem.up, problem.down), make_d_y(problem)
     leaves = [t.clone().requires_grad_() for t in (problem.x_TH, problem.weights_TK, *experts)]
-    mok.moe(leaves[0], problem.ids_TK, *leaves[1:], precision="fp8").backward(d_y)
+    mok.moe(leaves[0], problem.ids_TK, *leaves[1:], precision=precision).backward(d_y)
     for frozen in ({0}, {1}, {2, 3, 4}, {0, 1}):
         some = [t.detach().clone().requires_grad_(i not in frozen) for i, t in enumerate(leaves)]
-        mok.moe(some[0], problem.ids_TK, *some[1:], precision="fp8").backward(d_y)
+        mok.moe(some[0], problem.ids_TK, *some[1:], precision=precision).backward(d_y)
         for i, (a, b) in enumerate(zip(some, leaves, strict=True)):
             assert (a.grad is None) == (i in frozen) and (a.grad is None or torch.equal(a.grad, b.grad)), (frozen, i)
 

@@ -54,9 +54,10 @@ def whole(tmp_path_factory, text) -> tuple[Path, str]:
     return run, train.digest(train.Checkpoint.load(train.checkpoints(run / "checkpoints")[-1]).model)
 
 
-def test_in_fp8_it_learns_with_the_same_digest_for_other_knobs(text, tmp_path, capsys):
-    one = digest(capsys, tmp_path / "one", text=text, precision="fp8")
-    assert digest(capsys, tmp_path / "other", text=text, precision="fp8", minibatch=128, macrobatch=256, saved_rows=0) == one
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
+def test_quantized_it_learns_with_the_same_digest_for_other_knobs(precision, text, tmp_path, capsys):
+    one = digest(capsys, tmp_path / "one", text=text, precision=precision)
+    assert digest(capsys, tmp_path / "other", text=text, precision=precision, minibatch=128, macrobatch=256, saved_rows=0) == one
     loss = losses(tmp_path / "one")
     assert sum(loss[-8:]) / 8 < loss[0] - 0.5
 

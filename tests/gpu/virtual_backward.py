@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,11 +12,11 @@ from torch import Tensor
 from virtual import DEVICE, Problem, assert_close, deal, poison, poison_workspace
 
 from mok import schedule as host_schedule
-from mok.kernels import launch, launch_backward, launch_backward_fp8, launch_fp8, memory
+from mok.kernels import launch, launch_backward, launch_backward_fp8, launch_backward_mxfp8, launch_fp8, launch_mxfp8, memory
 from mok.kernels.launch import ForwardPlan, Workspace
 from mok.kernels.launch_backward import BackwardPlan, Gradients, Needs
 from mok.kernels.launch_fp8 import QuantizedExperts
-from mok.quantize import UNQUANTIZED, Recipe
+from mok.quantize import MX_ROW, UNQUANTIZED, Recipe
 
 NAMES = ("gate", "up", "down")
 
@@ -40,8 +41,9 @@ def _swiglu_gradients(x, d_y, w, gate_w, up_w, down_w, clamp, recipe=UNQUANTIZED
     x and d_y as they were published.
     """
     rounded = lambda t: t.bfloat16().double()  # noqa: E731
-    gate_w, up_w, down_w = (recipe.weight(weight.float(), -1).double() for weight in (gate_w, up_w, down_w))
-    gate, up = rounded(x @ gate_w.T), rounded(x @ up_w.T)
+    weights = (gate_w, up_w, down_w)
+    gate, up = (rounded(x @ recipe.weight(weight.float(), -1).double().T) for weight in weights[:2])
+    gate_w, up_w, down_w = (recipe.weight(weight.float(), -2).double() for weight in weights)
     g, u = (gate, up) if clamp is None else (gate.clamp(max=clamp), up.clamp(-clamp, clamp))
     s = torch.sigmoid(g)
     h = rounded(g * s * u)
@@ -211,3 +213,15 @@ class Fp8Group(Group):
     @staticmethod
     def forward(workspace, rows, ids, weights, x, gate, up, down, num_experts, **options):
         return launch_fp8.forward(workspace, rows, ids, weights, x, QuantizedExperts.of(gate, up, down), num_experts, **options)
+
+
+class Mxfp8Group(Group):
+    """Virtual ranks with the routed experts in MXFP8, in the form that this device multiplies best."""
+
+    regions = staticmethod(functools.partial(memory.quantized_backward_regions, block=MX_ROW))
+    backward = staticmethod(launch_backward_mxfp8.backward)
+
+    @staticmethod
+    def forward(workspace, rows, ids, weights, x, gate, up, down, num_experts, **options):
+        experts = launch_mxfp8.experts_for(DEVICE, gate, up, down)
+        return launch_mxfp8.forward(workspace, rows, ids, weights, x, experts, num_experts, **options)
