@@ -250,7 +250,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not ranks.launched():
         if cuda and torch.cuda.device_count() < options.ranks:
             parser.error(f"--ranks={options.ranks}: there are {torch.cuda.device_count()} GPUs")
-        warm([shapes[name] for name in (options.shapes.split(",") if options.shapes else shapes)], 0.4 * options.limit, options.ranks)
+        chosen = [shapes[name] for name in (options.shapes.split(",") if options.shapes else shapes)]
+        warm(chosen, 0.4 * options.limit, options.ranks, options.precision)
         return ranks.launch("mok.bench.ep", arguments, options.ranks, options.limit)
     rank, size, device = ranks.join(options.limit)
     if rank == 0:

@@ -316,7 +316,7 @@ def forward_main(shapes: dict[str, Shape], arguments: Sequence[str] | None = Non
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     chosen, device, rows = _shapes(parser, options.shapes, shapes), default_device(), []
     print(report.headline(), flush=True)
-    warm(chosen.values(), WARM_S)
+    warm(chosen.values(), WARM_S, precision=options.precision)
     for name, shape in chosen.items() if options.shared else ():
         print(shared_line(name, shape, device, options.repeats), flush=True)
         _free()
@@ -370,7 +370,7 @@ def backward_main(shapes: dict[str, Shape], arguments: Sequence[str] | None = No
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     chosen, device, rows = _shapes(parser, options.shapes, shapes), default_device(), []
     print(report.headline(), flush=True)
-    warm(chosen.values(), WARM_S)
+    warm(chosen.values(), WARM_S, precision=options.precision)
     for name, shape in chosen.items():
         problem = OneDevice(shape, device, options.saved, precision=options.precision)
         baseline = TorchLayer(*problem.experts)
