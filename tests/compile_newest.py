@@ -1,0 +1,40 @@
+"""Compile some kernels without a GPU with another Triton, whose folder stands first in PYTHONPATH; the last line printed is JSON:
+{"triton": its version, "case arch": facts}."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import compile_backward
+import compile_kernels
+import triton
+
+JOBS = (
+    ("forward", 90), ("forward", 100), ("forward", 103), ("forward saved two ranks", 90), ("fp8", 90), ("mxfp8", 100),
+    ("backward plain", 90), ("backward everything", 90), ("backward everything", 100), ("backward everything", 103),
+)  # fmt: skip
+
+
+def one(case: str, arch: int) -> tuple[str, dict[str, object]]:
+    if case.startswith("backward "):
+        return f"{case} {arch}", compile_backward.one(case.removeprefix("backward "), arch)[1][0]
+    made = dict(
+        forward=lambda: compile_kernels.forward(arch), fp8=lambda: compile_kernels.forward_fp8(arch),
+        mxfp8=lambda: compile_kernels.forward_mxfp8(arch),
+    ).get(case, lambda: compile_kernels.forward(arch, ranks=2, save=True))  # fmt: skip
+    return f"{case} {arch}", made()[0]
+
+
+def main() -> None:
+    with ProcessPoolExecutor(2) as pool:
+        facts = dict(pool.map(one, *zip(*JOBS, strict=True)))
+    print(json.dumps({"triton": triton.__version__, **facts}))
+
+
+if __name__ == "__main__":
+    main()

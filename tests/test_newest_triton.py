@@ -1,0 +1,52 @@
+"""The kernels compile with the newest Triton, too; `make test` installs it beside the one in use, into .venv/newest-triton."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+NEWEST = Path(sys.prefix) / "newest-triton"
+JOBS = (
+    "forward 90", "forward 100", "forward 103", "forward saved two ranks 90", "fp8 90", "mxfp8 100", "backward plain 90",
+    "backward everything 90", "backward everything 100", "backward everything 103",
+)  # fmt: skip
+
+if not (NEWEST / "triton").is_dir():
+    pytest.skip(f"{NEWEST} is not there", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(NEWEST), environment.get("PYTHONPATH")]))
+    command = [sys.executable, str(HERE / "compile_newest.py")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_it_is_another_one(compiled):
+    import triton
+
+    assert compiled["triton"] != triton.__version__
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_uses_the_chip(compiled, job):
+    kernel, arch = compiled[job], int(job.split()[-1])
+    assert kernel["shared"] <= 232448 and kernel["tensor_core"] > 0 and kernel["copy_engine"] > 0 and kernel["announced"] > 0, kernel
+    if job.startswith("backward"):
+        assert kernel["spills_between_products"] == 0 and kernel["serialized"] == 0 and kernel["stack"] <= 1024, kernel
+        return
+    assert kernel["unfinished"] == 0, "a store of the copy engine is announced before it is in memory"
+    assert kernel["local_in_loop"] == 0 and kernel["serialized"] == 0, kernel
+    if job.startswith("forward"):
+        assert kernel["stack"] == 0, kernel
+    elif arch >= 100:
+        assert kernel["scaled"] == kernel["tensor_core"] and kernel["unscaled"] == 0, "a product without scales"
