@@ -108,7 +108,7 @@ def plan_of(num_sms: int, minibatch: int, macrobatch: int) -> list[int]:
 
 @functools.cache
 def _choice(
-    device: torch.device, tokens: int, hidden: int, width: int, num_experts: int, top_k: int, ranks: int, precision: str, num_sms: int
+    device: torch.device, tokens: int, hidden: int, width: int, num_experts: int, top_k: int, ranks: int, precision: Precision, num_sms: int
 ) -> Choice:  # fmt: skip
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return tuned(Key(gpu, tokens, hidden, width, num_experts, top_k, ranks, precision), num_sms)
