@@ -78,6 +78,17 @@ def quantized_backward_regions(max_tokens: int, hidden: int, num_experts: int, t
     ]
 
 
+def common_regions(max_tokens: int, hidden: int, num_experts: int, top_k: int, ranks: int) -> list[Region]:
+    """What layers of any format need, one after the other: x and dY in bf16 and as E4M3, with the most codes, those of MX_ROW."""
+    codes = scale_shape((max_tokens, hidden), MX_ROW)
+    return [
+        *backward_regions(max_tokens, hidden, num_experts, top_k, ranks),
+        *quantized_regions(max_tokens, hidden, MX_ROW),
+        Region("d_y_e4m3", (max_tokens, hidden), torch.uint8),
+        Region("d_y_scale", codes, torch.uint8),
+    ]
+
+
 def layer_regions(precision: Precision, max_tokens: int, hidden: int, num_experts: int, top_k: int, ranks: int) -> list[Region]:
     """What a layer with experts in this format needs; in "mxfp8", which has no backward, for the forward."""
     sizes = (max_tokens, hidden, num_experts, top_k, ranks)
