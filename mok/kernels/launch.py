@@ -79,7 +79,8 @@ class Workspace:
     device: torch.device
     timeout_s: float = 120.0
     num_sms: int = 0
-    precision: Precision = "bf16"  # of the routed experts
+    precision: Precision = "bf16"  # of the routed experts,
+    quantized_weight_gradients: bool = False  # and of the operands of their gradients
     warming: bool = False  # barriers do not wait: a call then only compiles and loads what an ordinary call launches
 
     number: int | None = None  # its name in operators

@@ -71,12 +71,13 @@ def prepare(
     workspace: Workspace, rows: DeviceSchedule, saved: Saved, weights_TK: Tensor, gate_LIH: Tensor, up_LIH: Tensor, down_LHI: Tensor,
     clamp: float | None = None, needs: Needs | None = None, main_grads: Weights | None = None, plan: BackwardPlan | None = None,
     transposed: TransposedExperts | None = None, quantized: QuantizedExperts | None = None,
+    quantized_weight_gradients: bool = False,
 ) -> Call:  # fmt: skip
     """`launch_backward.prepare` of the routed experts alone: every argument of `backward_fp8_kernel` by name.
 
     Weights in bf16. transposed: what was made of them before; else it is made here. Gate and up as the forward reads them, of quantized,
     are made here if there may be rows of which nothing was saved, and on the device only if there are. With both, of the weights only the
-    shapes count.
+    shapes count. quantized_weight_gradients: see `mok.quantize.Recipe`.
     """
     needs = needs or Needs()
     plan = dataclasses.replace(plan or BackwardPlan(), block_n=2 * BLOCK, slice=BLOCK // 2)
@@ -151,7 +152,8 @@ def prepare(
         wait_limit=workspace.limit,
         H=hidden, I=width, K=workspace.top_k, R=memory.size, CLAMP=clamp is not None, RECOMPUTE=recompute, CARRY=cut,
         ACCUMULATE=accumulate, BY_COPY_ENGINE=by_copy_engine, NEED_WEIGHTS=needs.weights, NEED_EXPERTS=needs.experts,
-        RUN=plan.run, BLOCK_M=m, BLOCK=BLOCK, BLOCK_K=k, BLOCK_H=max(BLOCK, min(2 * plan.block_h, triton.next_power_of_2(hidden))),
+        SNAP_COLUMNS=quantized_weight_gradients, RUN=plan.run, BLOCK_M=m, BLOCK=BLOCK, BLOCK_K=k,
+        BLOCK_H=max(BLOCK, min(2 * plan.block_h, triton.next_power_of_2(hidden))),
         THREADS=32 * plan.num_warps, TRACE=plan.trace, **{name: order.per[name] for name in ("PARTS", "GATE_UPS", "HIDDENS", "D_XS")},
     )  # fmt: skip
     return Call(order, kernel, None if accumulate else gradients, None, None)
@@ -178,7 +180,7 @@ def backward(
     gate_LIH: Tensor, up_LIH: Tensor, down_LHI: Tensor, num_experts: int, needs: Needs | None = None, plan: BackwardPlan | None = None,
     shared: Weights | None = None, clamp: float | None = None, shared_clamp: float | None = None, shared_d_y_TH: Tensor | None = None,
     main_grads: Weights | None = None, shared_main_grads: Weights | None = None, transposed: TransposedExperts | None = None,
-    quantized: QuantizedExperts | None = None,
+    quantized: QuantizedExperts | None = None, quantized_weight_gradients: bool = False,
 ) -> Gradients:  # fmt: skip
     """`launch_backward.backward` with the routed experts in blockwise FP8: quantized here from bf16, or beforehand (see `prepare`). The
     workspace's memory has `memory.quantized_backward_regions`.
@@ -199,7 +201,9 @@ def backward(
     call = of_shared
     if needs.x or needs.weights or needs.experts or workspace.memory.size > 1:  # peers wait for this rank
         weights = (weights_TK, gate_LIH, up_LIH, down_LHI)
-        call = prepare(workspace, rows, saved, *weights, clamp, needs, main_grads, plan, transposed, quantized)
+        call = prepare(
+            workspace, rows, saved, *weights, clamp, needs, main_grads, plan, transposed, quantized, quantized_weight_gradients
+        )  # fmt: skip
         call.order.write(workspace.num_sms)
         workspace.barrier()
         backward_fp8_kernel[(programs,)](**call.kernel, **options)

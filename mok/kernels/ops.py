@@ -44,7 +44,7 @@ _numbers: dict[int, weakref.ref[Workspace]] = {}
 
 def make_workspace(
     group: dist.ProcessGroup | None, device: torch.device, tokens: int, hidden: int, top_k: int, num_experts: int, timeout_s: float,
-    num_sms: int, precision: Precision | None = "bf16",
+    num_sms: int, precision: Precision | None = "bf16", quantized_weight_gradients: bool = False,
 ) -> Workspace:  # fmt: skip
     """Memory for forward and backward of at most `tokens` tokens of any rank (ranks may differ) and up to num_experts experts; collective.
     precision: of the routed experts; "mxfp8" has a forward only. None: any of them, by `Workspace.in_format`.
@@ -67,7 +67,8 @@ def make_workspace(
     layout = memory.common_regions(*sizes) if precision is None else memory.layer_regions(precision, *sizes)
     with _on(device):
         view = memory.virtual_memory(layout, 1, device)[0] if alone else memory.symmetric_memory(layout, group, device)
-        workspace = Workspace(view, most, hidden, top_k, device, timeout_s, num_sms, precision=precision or "bf16")
+        form = dict(precision=precision or "bf16", quantized_weight_gradients=quantized_weight_gradients)
+        workspace = Workspace(view, most, hidden, top_k, device, timeout_s, num_sms, **form)  # type: ignore[arg-type]
     workspace.number = len(_numbers)
     _numbers[workspace.number] = weakref.ref(workspace)
     return workspace
@@ -316,11 +317,13 @@ def gpu_backward(
         shared_d_y = None
         if shared is not None:
             shared_d_y = d_out if shared_scale is None else (d_out.float() * shared_scale[:, None]).to(d_out.dtype)
-        backward = launch_backward_fp8.backward if inner.precision == "fp8" else launch_backward.backward
+        backward, more = launch_backward.backward, {}
+        if inner.precision == "fp8":
+            backward, more = launch_backward_fp8.backward, dict(quantized_weight_gradients=inner.quantized_weight_gradients)
         got = backward(
             inner, DeviceSchedule(*schedule), Saved(*kept[: KEPT - 1]), ids, d_out, x, weights, gate, up, down, num_experts, needs,
             plans(inner, plan, gate.shape[1], num_experts)[1], shared=shared, clamp=clamp, shared_clamp=shared_clamp,
-            shared_d_y_TH=shared_d_y, main_grads=tuple(main_grads) or None, shared_main_grads=tuple(shared_main_grads) or None,
+            shared_d_y_TH=shared_d_y, main_grads=tuple(main_grads) or None, shared_main_grads=tuple(shared_main_grads) or None, **more,
         )  # fmt: skip
         d_scale = (d_out.float() * kept[-1].float()).sum(-1) if asked[4] else None
     results = (got.d_x_TH, got.d_weights_TK, *(got.experts or (None,) * 3), *(got.shared or (None,) * 3), d_scale)
