@@ -275,6 +275,16 @@ def case_prequantized() -> None:
             values = functional.backward(*head, kept, problem.d_out, *rest)
             assert_equal({"out": out, **dict(zip(NAMES, values, strict=True))}, want[form])
 
+    def step(ids: Tensor, x: Tensor, d_out: Tensor, routed: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        head = (CONFIG, workspace, functional.build_schedule(workspace, CONFIG, ids, problem.experts))
+        rest = (x, problem.weights, *problem.shared, *routed, problem.limit)
+        out, context = functional.forward(*head, *rest)
+        return out, *functional.backward(*head, context, d_out, *rest)  # type: ignore[return-value]
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    values = compiled(problem.ids, problem.x, problem.d_out, pairs_of(problem, "fp8"))
+    assert_equal(dict(zip(("out", *NAMES), values, strict=True)), want["fp8"])
+
 
 def case_prequantized_for_blackwell() -> None:
     """The form its tensor cores take, from both layouts, a filled up down matrix among them, is that of quantizing."""
