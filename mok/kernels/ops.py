@@ -432,7 +432,7 @@ def gpu_backward_prequantized(
     clamp: float | None,
     shared_clamp: float | None,
     plan: list[int],
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`gpu_backward` of all gradients: d_x, d_weights, d_gate, d_up, d_down, the same three of the shared experts; without elements where
     there is none."""
     inner = workspace_of(workspace)
@@ -445,7 +445,7 @@ def gpu_backward_prequantized(
             shared_clamp=shared_clamp, main_grads=tuple(main_grads) or None, shared_main_grads=tuple(shared_main_grads) or None,
         )  # fmt: skip
     results = (got.d_x_TH, got.d_weights_TK, *(got.experts or (None,) * 3), *(got.shared or (None,) * 3))
-    return [x.new_empty(0) if result is None else result for result in results]
+    return tuple(x.new_empty(0) if result is None else result for result in results)  # type: ignore[return-value]
 
 
 @gpu_backward_prequantized.register_fake
@@ -453,4 +453,4 @@ def _(d_out, x, ids, weights, gate, up, down, shared_gate, shared_up, shared_dow
     local, width, hidden = gate[0].shape
     experts = [(local, width, hidden), (local, width, hidden), (local, hidden, width)] if not mains else [(0,)] * 3
     shared = [(0,) if matrix is None or shared_mains else matrix.shape for matrix in (shared_gate, shared_up, shared_down)]
-    return [x.new_empty(x.shape), weights.new_empty(weights.shape), *(x.new_empty(shape) for shape in (*experts, *shared))]
+    return (x.new_empty(x.shape), weights.new_empty(weights.shape), *(x.new_empty(shape) for shape in (*experts, *shared)))
