@@ -7,6 +7,7 @@ Run alone: TRITON_INTERPRET=1 python tests/test_functional_kernels.py [case ...]
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -22,6 +23,8 @@ from torch import Tensor
 import mok
 from mok import executor, functional, reference
 from mok.functional import MoKConfig, MoKForwardContext, MoKSchedule, MoKWorkspace
+from mok.ops import mxfp8_quantize
+from mok.quantize import FP8_SQUARE, Quantized, quantize
 
 CPU = torch.device("cpu")
 CONFIG = MoKConfig(minibatch_size=128, macrobatch_size=512, num_sms=2, saved_rows=128)
@@ -61,7 +64,7 @@ class Problem:
 
         tokens, hidden = self.x.shape
         top_k = self.ids.shape[1]
-        inner = ops.make_workspace(None, CPU, tokens, hidden, top_k, functional.MAX_EXPERTS, 30.0, 2)
+        inner = ops.make_workspace(None, CPU, tokens, hidden, top_k, functional.MAX_EXPERTS, 30.0, 2, None)
         return MoKWorkspace(inner, None, 0, 1, CPU, tokens, hidden, top_k)
 
     def run(self, config: MoKConfig = CONFIG, context: Callable[..., MoKForwardContext] | None = None, **options) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
@@ -224,6 +227,96 @@ def case_few_tokens() -> None:
     assert_equal({"out": out, **whole.gradients(CONFIG, workspace, schedule, context, whole.d_out)}, whole.run())
 
 
+def pairs_of(problem: Problem, form: str) -> list[tuple[Tensor, ...]]:
+    """Gate, up and down, quantized beforehand for a forward."""
+    if form == "fp8":
+        return [tuple(quantize(weight, FP8_SQUARE)) for weight in problem.routed]
+    return [mxfp8_quantize(weight, scale_layout=form)[:2] for weight in problem.routed]  # type: ignore[arg-type]
+
+
+def by_layer(problem: Problem, precision: str) -> dict[str, Tensor]:
+    """Output and, but in MXFP8, gradients by the operators of `mok.MoE`, which quantize weights themselves."""
+    from mok.kernels import autograd
+
+    tensors = (problem.x, problem.weights, *problem.routed, *problem.shared)
+    leaves = [t.clone().requires_grad_(precision != "mxfp8") for t in tensors if t is not None]
+    x, weights, *matrices = leaves
+    tuning = mok.Tuning(num_sms=1, minibatch=256, macrobatch=256)
+    shared = tuple(matrices[3:]) or None
+    out, _ = autograd.layer(
+        x, problem.ids, weights, tuple(matrices[:3]), shared, None, None, [], [], problem.experts, problem.limit, problem.limit, None,
+        tuning, precision,
+    )  # fmt: skip
+    if precision == "mxfp8":
+        return {"out": out}
+    out.backward(problem.d_out)
+    return {"out": out.detach(), **dict(zip(NAMES, [leaf.grad for leaf in leaves], strict=False))}
+
+
+def case_prequantized() -> None:
+    """FP8, MXFP8 in both layouts and bf16 take turns in one workspace: each has the bits of a layer of its own that quantizes."""
+    problem = Problem(hidden=144, width=48, shared_width=16, limit=0.5)
+    want = {precision: by_layer(problem, precision) for precision in ("bf16", "fp8", "mxfp8")}
+    assert not torch.equal(want["fp8"]["out"], want["bf16"]["out"])
+    workspace = problem.workspace()
+    for form in ("fp8", "plain", "bf16", "tcgen05"):
+        poison(workspace)
+        schedule = functional.build_schedule(workspace, CONFIG, problem.ids, problem.experts)
+        head = (CONFIG, workspace, schedule)
+        routed = list(problem.routed) if form == "bf16" else pairs_of(problem, form)
+        rest = (problem.x, problem.weights, *problem.shared, *routed, problem.limit)
+        out, context = functional.forward(*head, *rest)
+        if form in ("plain", "tcgen05"):
+            assert_equal({"out": out}, want["mxfp8"])
+            continue
+        again = functional.recompute_forward_context(*head, problem.x, *problem.shared[:2], *routed[:2], problem.limit)
+        for kept in (context, again) if form == "fp8" else (context,):
+            poison(workspace)
+            values = functional.backward(*head, kept, problem.d_out, *rest)
+            assert_equal({"out": out, **dict(zip(NAMES, values, strict=True))}, want[form])
+
+    def step(ids: Tensor, x: Tensor, d_out: Tensor, routed: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        head = (CONFIG, workspace, functional.build_schedule(workspace, CONFIG, ids, problem.experts))
+        rest = (x, problem.weights, *problem.shared, *routed, problem.limit)
+        out, context = functional.forward(*head, *rest)
+        return out, *functional.backward(*head, context, d_out, *rest)  # type: ignore[return-value]
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    values = compiled(problem.ids, problem.x, problem.d_out, pairs_of(problem, "fp8"))
+    assert_equal(dict(zip(("out", *NAMES), values, strict=True)), want["fp8"])
+
+
+def case_prequantized_for_blackwell() -> None:
+    """The form its tensor cores take, from both layouts, a filled up down matrix among them, is that of quantizing."""
+    from mok.kernels.launch_mxfp8 import MxExperts, WideExperts
+
+    for problem in (Problem(hidden=96, width=48), Problem(hidden=272, width=144)):
+        for form, layout in itertools.product((MxExperts, WideExperts), ("plain", "tcgen05")):
+            got = form.of_quantized(*(Quantized(*pair) for pair in pairs_of(problem, layout)))
+            for a, b in zip(got, form.of(*problem.routed), strict=True):
+                for one, other in zip(*((t.values.view(torch.uint8), t.scale) if form is MxExperts else (t,) for t in (a, b)), strict=True):
+                    assert torch.equal(one, other), (form, layout)
+
+
+def case_prequantized_refusals_and_main_grads() -> None:
+    problem = Problem(shared_width=48)
+    workspace = problem.workspace()
+    schedule = functional.build_schedule(workspace, CONFIG, problem.ids, problem.experts)
+    head, rest = (CONFIG, workspace, schedule), (problem.x, problem.weights, *problem.shared)
+    pairs = pairs_of(problem, "fp8")
+    _, context = functional.forward(*head, *rest, *pairs)
+    plain = functional.backward(*head, context, problem.d_out, *rest, *pairs)
+    mains = [torch.zeros(w.shape) for w in (*problem.routed, *problem.shared)]
+    got = functional.backward(*head, context, problem.d_out, *rest, *pairs, main_grads=mains)
+    assert torch.equal(got[0], plain[0]) and torch.equal(got[1], plain[1]) and got[2:] == (None,) * 6
+    assert all(torch.equal(main.bfloat16(), gradient) for main, gradient in zip(mains, plain[2:], strict=True))
+    fours = [mxfp8_quantize(weight) for weight in problem.routed]
+    with pytest.raises(ValueError, match="routed_gate: is MXFP8, which has no backward on a GPU yet"):
+        functional.backward(*head, context, problem.d_out, *rest, *fours[:2], fours[2][2:])
+    values = functional.backward(*head, context, problem.d_out, *rest, *pairs)
+    assert all(torch.equal(a, b) for a, b in zip(values, plain, strict=True)), "the workspace is none the worse"
+
+
 class Layer(torch.autograd.Function):
     """How a caller makes the API differentiable."""
 
@@ -294,6 +387,13 @@ def case_operators_keep_their_word() -> None:
         torch.library.opcheck(ops.gpu_backward, arguments, test_utils=tests)
     arguments = (problem.x, *problem.routed[:2], *problem.shared[:2], rows, number, None, 1.0, plan)
     torch.library.opcheck(ops.gpu_shared_gate_up, arguments, test_utils=tests)
+    pairs = [list(pair) for pair in pairs_of(problem, "fp8")]
+    head = (problem.x, problem.ids, problem.weights, *pairs)
+    arguments = (*head, *problem.shared, rows, "fp8", number, 1, None, 1.0, 128, plan)
+    torch.library.opcheck(ops.gpu_forward_prequantized, arguments, test_utils=tests[1:])  # the other one cannot compare E4M3
+    for mains in (sums, ([], [])):
+        arguments = (problem.d_out, *head, *problem.shared, *mains, rows, kept, "fp8", number, 1, None, 1.0, plan)
+        torch.library.opcheck(ops.gpu_backward_prequantized, arguments, test_utils=tests[1:])
 
 
 def case_refusals() -> None:
@@ -320,7 +420,7 @@ def case_refusals() -> None:
 
     mains = [torch.zeros(w.shape) for w in (*routed, *shared)]
     swapped = [*mains[:2], mains[0], *mains[3:]]
-    on_cpu = dict(device="cpu", num_local_tokens=1, hidden_size=16, topk=1)
+    on_meta = dict(device="meta", num_local_tokens=1, hidden_size=16, topk=1)
     cases: list[tuple[str, Callable[[], object]]] = [
         ("config: must be a MoKConfig, not Tuning", lambda: forward(*problem.layer, config=mok.Tuning())),
         ("workspace: must be a MoKWorkspace, not Workspace", lambda: forward(*problem.layer, space=workspace.inner)),
@@ -355,7 +455,7 @@ def case_refusals() -> None:
         ("main_grads: 3 tensors, must be 6, one for each weight", lambda: backward(*problem.layer, main_grads=mains[:3])),
         ("main_grads[0].dtype=torch.bfloat16: must be torch.float32", lambda: backward(*problem.layer, main_grads=[*routed, *shared])),
         ("main_grads[2].shape=(2, 32, 64): must be (2, 64, 32)", lambda: backward(*problem.layer, main_grads=swapped)),
-        ("device=cpu: must be a CUDA device", lambda: functional.create_workspace(CONFIG, **on_cpu)),
+        ("device=meta: must be a CUDA device or the CPU", lambda: functional.create_workspace(CONFIG, **on_meta)),
         ("minibatch_size=100: must be a multiple of 128", lambda: MoKConfig(minibatch_size=100)),
         ("macrobatch_size=4097", lambda: MoKConfig(macrobatch_size=4097)),
     ]  # fmt: skip
