@@ -164,14 +164,15 @@ class MoEConfig:
 
             workspace  bf16   2 T H (K + 2) + 12 T K + M (4 H + 6 I + I / 16 + 4) + 6 T S
                        fp8    2 T (H K + H + h) + 12 T K + M (6 H + 9 I + 2 h + 3 i + I / 16 + 4) + 6 T S
-                       mxfp8  2 T H K + T H + 4 T h + 4 T K + M (2 H + 2 I) + 2 T S
-                       12 H I more where P > M, but not in mxfp8; and the lists of tasks
+                       mxfp8  2 T (H K + H + 4 h) + 12 T K + M (max(4 H + 10 I, 6 H + 9 I + 8 h + 12 i) + I / 16 + 4) + 6 T S
+                       12 H I more where P > M; and the lists of tasks
             kept       4 C I + 8 P + 4 T S, and 2 T H more for a gated shared expert
             passing    4 T H + 4 T K, and 2 T H more with shared experts; of quantized weights
                        fp8    3 L H I, 5 where C < P
-                       mxfp8  6 L H I: in bf16, which Hopper multiplies; less on Blackwell
+                       mxfp8  6 L H I, 10 where C < P: in bf16, which Hopper multiplies; less on Blackwell, but where H or I is
+                              no multiple of 256
 
-        "mxfp8" is of a forward alone.
+        In mxfp8 the maximum is of Hopper's rings and Blackwell's.
 
         Raises:
             TypeError, ValueError: naming the argument.
@@ -190,7 +191,7 @@ class MoEConfig:
         cut, recompute = rows > ring, saved < rows
         scales_h, scales_i = ceil(h, TILE_M), ceil(i, TILE_M)  # of 128 columns
         of_h, of_parts = ring * i, 16 * ring * ceil(i, 256)
-        if precision == "fp8" and s:  # the shared experts have launches of their own, with rings of two tiles
+        if precision != "bf16" and s:  # the shared experts have launches of their own, with rings of two tiles
             of_h, of_parts = max(of_h, 2 * TILE_M * s), max(of_parts, 32 * TILE_M * ceil(s, 256))
         backward = ring * 4 + of_parts + (12 * h * i if cut else 0) + 4 * t * s
         if precision == "bf16":
@@ -202,17 +203,15 @@ class MoEConfig:
             rings = ring * (6 * h + 3 * i + 2 * scales_h + 3 * scales_i) + 6 * of_h + backward + 2 * t * s + 2 * TILE_M * s
             weights = local * ((5 if recompute else 3) * h * i + (7 if recompute else 5) * scales_h * scales_i)
         else:
-            peers = 2 * t * h * k + t * h + 4 * t * scales_h + 4 * t * k
-            scaled = ring * (h + i + 4 * (scales_h + scales_i)) + (4 * TILE_M * (h + s) if s else 0)
-            rings = max(2 * ring * (h + i), scaled) + 2 * t * s
-            weights = 6 * local * h * i
+            peers = 2 * t * (h * k + h + 4 * scales_h) + 12 * t * k
+            scaled = ring * (6 * h + 3 * i + 8 * scales_h + 12 * scales_i) + 6 * of_h + 2 * TILE_M * s
+            rings = max(ring * (4 * h + 10 * i), scaled) + backward + 2 * t * s
+            weights = (10 if recompute else 6) * local * h * i
         shared_tiles = ceil(t, TILE_M) if s else 0
         tasks = tiles * (8 + ceil(i, 128) + ceil(h, 256)) + shared_tiles * (ceil(s, 128) + ceil(h, 256))  # 8: of pulls
-        grads = 0
-        if precision != "mxfp8":
-            of_weights = lambda width: 2 * ceil(width, 128) * ceil(h, 256) + ceil(h, 128) * ceil(width, 256)  # noqa: E731
-            grads = tiles * (8 + 2 * ceil(i, 128) + ceil(h, 256)) + shared_tiles * (ceil(s, 256) + ceil(h, 256))
-            grads += (local + (tiles // max(1, ring // (2 * TILE_M)) if cut else 0)) * of_weights(i) + (of_weights(s) if s else 0)
+        of_weights = lambda width: 2 * ceil(width, 128) * ceil(h, 256) + ceil(h, 128) * ceil(width, 256)  # noqa: E731
+        grads = tiles * (8 + 2 * ceil(i, 128) + ceil(h, 256)) + shared_tiles * (ceil(s, 256) + ceil(h, 256))
+        grads += (local + (tiles // max(1, ring // (2 * TILE_M)) if cut else 0)) * of_weights(i) + (of_weights(s) if s else 0)
         lists = 8 * tasks + 32 * grads + 64 * (tiles + shared_tiles) + 4096
         return GpuMemory(
             workspace=peers + 8 * self.num_experts + rings + lists,

@@ -21,8 +21,7 @@ d_up are quantized in the same format, as the table of `mok.quantize.Recipe` say
 
 The four are those of `mok.ops.mxfp8_quantize`: a scale of MXFP8, E8M0 codes in uint8 or float8_e8m0fnu, has the layout "tcgen05" or
 "plain". One of blockwise FP8 may be fp32, too, and is then made of powers of two: another number makes its block NaN on a GPU and is an
-error on the CPU. The pairs are read when a call runs: whoever made them answers for their being up to date. A backward in MXFP8 runs on the
-CPU only.
+error on the CPU. The pairs are read when a call runs: whoever made them answers for their being up to date.
 
 Legend: T tokens of this rank, H hidden, I intermediate, E experts in all, L experts of this rank, K choices per token, R ranks,
 S width of the shared experts, C rows whose gate and up are saved.

@@ -346,7 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cuda = torch.cuda.is_available()
     parser.add_argument("--shapes", default="", help="of `mok bench`, PRESET/RANKS, or TxHxIxExK; all of `mok bench`'s by default")
     parser.add_argument("--precision", choices=get_args(Precision), default="bf16", help="of the experts' products")
-    parser.add_argument("--directions", default="", help="forward,backward by default; mxfp8 has a forward only")
+    parser.add_argument("--directions", default=",".join(DIRECTIONS))
     parser.add_argument("--ranks", type=int, default=1, help="processes, one GPU each; a launcher's number wins")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path, default=None, help="the file to write to; default: the user's cache")
@@ -354,15 +354,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=3000.0, help="seconds after which the processes of several ranks are ended")
     options = parser.parse_args(arguments)
     known = TINY if not cuda else SEVERAL_GPUS if options.ranks > 1 else ONE_GPU
-    possible = DIRECTIONS[:1] if options.precision == "mxfp8" else DIRECTIONS
-    directions = options.directions.split(",") if options.directions else possible
+    directions = options.directions.split(",")
     try:
         shapes = choose(options.shapes or ",".join(known), {**known, **TINY})
     except ValueError as error:
         parser.error(str(error))
     for direction in directions:
-        if direction not in possible:
-            parser.error(f"--directions={direction}: must be some of {','.join(possible)}")
+        if direction not in DIRECTIONS:
+            parser.error(f"--directions={direction}: must be some of {','.join(DIRECTIONS)}")
     if cuda and torch.cuda.device_count() < options.ranks:
         parser.error(f"--ranks={options.ranks}: there are {torch.cuda.device_count()} GPUs")
     if options.ranks > 1 and not ranks.launched():

@@ -190,7 +190,7 @@ def test_gpu_memory_is_what_the_kernels_take(ranks, shared, knobs, precision, mo
     """Allocated here as for a launch, without one. The lists' share is larger than ever in these small shapes."""
     pytest.importorskip("triton")
     from mok import quantize
-    from mok.kernels import launch, launch_backward, launch_backward_fp8, launch_fp8, launch_mxfp8, memory, schedule
+    from mok.kernels import launch, launch_backward, launch_backward_fp8, launch_backward_mxfp8, launch_fp8, launch_mxfp8, memory, schedule
     from mok.kernels.autograd import rows_to_save
     from mok.kernels.launch import ForwardPlan
     from mok.kernels.launch_backward import BackwardPlan
@@ -205,9 +205,10 @@ def test_gpu_memory_is_what_the_kernels_take(ranks, shared, knobs, precision, mo
         made.append(quantize.Quantized(zeros(*x.shape, dtype=quantize.E4M3), quantize.to_tcgen05(scale) if tcgen05 else scale))
         return made[-1]
 
-    for module in (launch_fp8, launch_mxfp8, launch_backward_fp8):
+    for module in (launch_fp8, launch_mxfp8, launch_backward_fp8, launch_backward_mxfp8):
         monkeypatch.setattr(module, "quantize", quantized)
-    monkeypatch.setattr(launch_backward_fp8, "quantize_into", lambda x, block, values, scale: made.append((values, scale)))
+    for module in (launch_backward_fp8, launch_backward_mxfp8):
+        monkeypatch.setattr(module, "quantize_into", lambda x, block, values, scale, *_: made.append((values, scale)))
     tokens, hidden, width, experts, top_k, cpu = 700, 512, 768, 6, 3, torch.device("cpu")
     config = MoEConfig(hidden_size=hidden, intermediate_size=width, num_experts=experts, top_k=top_k, **shared)
     tuning, bf16, mxfp8 = Tuning(**knobs), precision == "bf16", precision == "mxfp8"
@@ -223,7 +224,7 @@ def test_gpu_memory_is_what_the_kernels_take(ranks, shared, knobs, precision, mo
     plan = ForwardPlan(minibatch_tiles=min(tiles, 16), ring_tiles=ring, parts=8)
     backward_plan = BackwardPlan(ring_tiles=ring, run=1, parts=8)
     size = lambda tensors: sum(tensor.numel() * tensor.element_size() for tensor in tensors)  # noqa: E731
-    weights_at_once = 0
+    weights_at_once, needs = 0, launch_backward.Needs()
     if precision == "fp8":
         quantized_experts = launch_fp8.QuantizedExperts.of(*matrices)
         _, saved = launch_fp8.kernel_arguments(workspace, rows, quantized_experts, None, saved_rows, True, plan)
@@ -235,7 +236,6 @@ def test_gpu_memory_is_what_the_kernels_take(ranks, shared, knobs, precision, mo
         shared_saved = (zeros(tokens, max(shared_width, 8)),) * 2
         if of_shared:
             _, _, shared_saved, _ = launch_fp8.shared_arguments(workspace, rows, x, of_shared, None, True, plan)
-            needs = launch_backward.Needs()
             launch_backward_fp8.prepare_shared(workspace, rows, shared_saved, x, x, weights, of_shared, None, needs, None, backward_plan)
             shared_saved = shared_saved.shared_gate_TS, shared_saved.shared_up_TS
         saved = launch.Saved(saved.gate_CI, saved.up_CI, *shared_saved)
@@ -243,15 +243,23 @@ def test_gpu_memory_is_what_the_kernels_take(ranks, shared, knobs, precision, mo
         _, saved, _ = launch.kernel_arguments(
             workspace, rows, x, *matrices, of_shared, None, None, saved_rows, True, plan, hidden, width, mxfp8=mxfp8
         )  # fmt: skip
+        again = matrices[:2] if mxfp8 and launch_backward_mxfp8.may_be_unsaved(rows, saved) else None
+        launch_backward.prepare(
+            workspace, rows, saved, x, x, weights, *matrices, of_shared, plan=backward_plan, mxfp8=mxfp8, gate_up_again=again
+        )  # fmt: skip
         if mxfp8:
-            weights_at_once = size(matrices)
-            mx_experts = launch_mxfp8.MxExperts.of(*matrices)
-            launch_mxfp8.kernel_arguments(of_blackwell, rows, mx_experts, None, saved_rows, True, plan)
-            assert size([tensor for pair in mx_experts for tensor in pair]) < weights_at_once
+            weights_at_once = size(matrices) + size(again or ())
+            launch_mxfp8.kernel_arguments(
+                of_blackwell, rows, launch_mxfp8.MxExperts.of(*matrices), None, saved_rows, True, plan
+            )  # fmt: skip
+            assert size([tensor for pair in made for tensor in pair]) < weights_at_once
+            made.clear()
+            numbers = launch_backward_mxfp8.MxTransposed.of(*matrices)
+            launch_backward_mxfp8.prepare(of_blackwell, rows, saved, weights, *matrices, numbers, None, needs, None, backward_plan)
+            assert size([tensor for pair in made for tensor in pair]) < weights_at_once
             if of_shared:
                 launch_fp8.shared_arguments(of_blackwell, rows, x, of_shared, None, True, plan)
-        else:
-            launch_backward.prepare(workspace, rows, saved, x, x, weights, *matrices, of_shared, plan=backward_plan)
+                launch_backward_fp8.prepare_shared(of_blackwell, rows, saved, x, x, weights, of_shared, None, needs, None, backward_plan)
     limit = config.gpu_memory(tokens, ranks, tuning, precision)
     taken = size([view.buffer]) + max(size(each.scratch.values()) for each in (workspace, of_blackwell))
     assert 0.9 * limit.workspace < taken <= limit.workspace

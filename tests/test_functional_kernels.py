@@ -7,7 +7,6 @@ Run alone: TRITON_INTERPRET=1 python tests/test_functional_kernels.py [case ...]
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 import re
@@ -227,19 +226,20 @@ def case_few_tokens() -> None:
     assert_equal({"out": out, **whole.gradients(CONFIG, workspace, schedule, context, whole.d_out)}, whole.run())
 
 
-def pairs_of(problem: Problem, form: str) -> list[tuple[Tensor, ...]]:
-    """Gate, up and down, quantized beforehand for a forward."""
+def pairs_of(problem: Problem, form: str, backward: bool = False) -> list[tuple[Tensor, ...]]:
+    """Gate, up and down, quantized beforehand for a forward or a backward."""
     if form == "fp8":
         return [tuple(quantize(weight, FP8_SQUARE)) for weight in problem.routed]
-    return [mxfp8_quantize(weight, scale_layout=form)[:2] for weight in problem.routed]  # type: ignore[arg-type]
+    gate, up, down = (mxfp8_quantize(weight, scale_layout=form) for weight in problem.routed)  # type: ignore[arg-type]
+    return [gate, up, down[2:]] if backward else [gate[:2], up[:2], down[:2]]
 
 
 def by_layer(problem: Problem, precision: str) -> dict[str, Tensor]:
-    """Output and, but in MXFP8, gradients by the operators of `mok.MoE`, which quantize weights themselves."""
+    """Output and gradients by the operators of `mok.MoE`, which quantize weights themselves."""
     from mok.kernels import autograd
 
     tensors = (problem.x, problem.weights, *problem.routed, *problem.shared)
-    leaves = [t.clone().requires_grad_(precision != "mxfp8") for t in tensors if t is not None]
+    leaves = [t.clone().requires_grad_() for t in tensors if t is not None]
     x, weights, *matrices = leaves
     tuning = mok.Tuning(num_sms=1, minibatch=256, macrobatch=256)
     shared = tuple(matrices[3:]) or None
@@ -247,8 +247,6 @@ def by_layer(problem: Problem, precision: str) -> dict[str, Tensor]:
         x, problem.ids, weights, tuple(matrices[:3]), shared, None, None, [], [], problem.experts, problem.limit, problem.limit, None,
         tuning, precision,
     )  # fmt: skip
-    if precision == "mxfp8":
-        return {"out": out}
     out.backward(problem.d_out)
     return {"out": out.detach(), **dict(zip(NAMES, [leaf.grad for leaf in leaves], strict=False))}
 
@@ -263,17 +261,14 @@ def case_prequantized() -> None:
         poison(workspace)
         schedule = functional.build_schedule(workspace, CONFIG, problem.ids, problem.experts)
         head = (CONFIG, workspace, schedule)
-        routed = list(problem.routed) if form == "bf16" else pairs_of(problem, form)
-        rest = (problem.x, problem.weights, *problem.shared, *routed, problem.limit)
-        out, context = functional.forward(*head, *rest)
-        if form in ("plain", "tcgen05"):
-            assert_equal({"out": out}, want["mxfp8"])
-            continue
-        again = functional.recompute_forward_context(*head, problem.x, *problem.shared[:2], *routed[:2], problem.limit)
-        for kept in (context, again) if form == "fp8" else (context,):
-            poison(workspace)
-            values = functional.backward(*head, kept, problem.d_out, *rest)
-            assert_equal({"out": out, **dict(zip(NAMES, values, strict=True))}, want[form])
+        routed, turned = (list(problem.routed) if form == "bf16" else pairs_of(problem, form, backward) for backward in (False, True))
+        rest = (problem.x, problem.weights, *problem.shared)
+        out, context = functional.forward(*head, *rest, *routed, problem.limit)
+        if form in ("fp8", "tcgen05"):
+            context = functional.recompute_forward_context(*head, problem.x, *problem.shared[:2], *routed[:2], problem.limit)
+        poison(workspace)
+        values = functional.backward(*head, context, problem.d_out, *rest, *turned, problem.limit)
+        assert_equal({"out": out, **dict(zip(NAMES, values, strict=True))}, want[form if form in want else "mxfp8"])
 
     def step(ids: Tensor, x: Tensor, d_out: Tensor, routed: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         head = (CONFIG, workspace, functional.build_schedule(workspace, CONFIG, ids, problem.experts))
@@ -287,18 +282,22 @@ def case_prequantized() -> None:
 
 
 def case_prequantized_for_blackwell() -> None:
-    """The form its tensor cores take, from both layouts, a filled up down matrix among them, is that of quantizing."""
-    from mok.kernels.launch_mxfp8 import MxExperts, WideExperts
+    """The forms its tensor cores take, from both layouts, filled up matrices among them, are those of quantizing; and those of Hopper's."""
+    from mok.kernels.launch_backward_mxfp8 import MxTransposed, WideTransposed, joined, stacked
+    from mok.kernels.launch_mxfp8 import MxExperts, WideExperts, tiled
 
+    bits = lambda t: (t,) if isinstance(t, Tensor) else (t.values.view(torch.uint8), t.scale)  # noqa: E731
     for problem in (Problem(hidden=96, width=48), Problem(hidden=272, width=144)):
-        for form, layout in itertools.product((MxExperts, WideExperts), ("plain", "tcgen05")):
-            got = form.of_quantized(*(Quantized(*pair) for pair in pairs_of(problem, layout)))
-            for a, b in zip(got, form.of(*problem.routed), strict=True):
-                for one, other in zip(*((t.values.view(torch.uint8), t.scale) if form is MxExperts else (t,) for t in (a, b)), strict=True):
-                    assert torch.equal(one, other), (form, layout)
+        for layout in ("plain", "tcgen05"):
+            pairs, turned = ([Quantized(*pair[-2:]) for pair in pairs_of(problem, layout, backward)] for backward in (False, True))
+            both = [(form.of_quantized(*pairs), form.of(*problem.routed)) for form in (MxExperts, WideExperts)]
+            both += [(form.of_quantized(*turned), form.of(*problem.routed)) for form in (MxTransposed, WideTransposed)]
+            both += [([joined(*map(tiled, pairs[:2]))], [stacked(*problem.routed[:2])])]
+            for a, b in ((a, b) for got, want in both for a, b in zip(got, want, strict=True)):
+                assert all(torch.equal(one, other) for one, other in zip(bits(a), bits(b), strict=True)), (layout, type(a), b)
 
 
-def case_prequantized_refusals_and_main_grads() -> None:
+def case_prequantized_main_grads() -> None:
     problem = Problem(shared_width=48)
     workspace = problem.workspace()
     schedule = functional.build_schedule(workspace, CONFIG, problem.ids, problem.experts)
@@ -310,11 +309,6 @@ def case_prequantized_refusals_and_main_grads() -> None:
     got = functional.backward(*head, context, problem.d_out, *rest, *pairs, main_grads=mains)
     assert torch.equal(got[0], plain[0]) and torch.equal(got[1], plain[1]) and got[2:] == (None,) * 6
     assert all(torch.equal(main.bfloat16(), gradient) for main, gradient in zip(mains, plain[2:], strict=True))
-    fours = [mxfp8_quantize(weight) for weight in problem.routed]
-    with pytest.raises(ValueError, match="routed_gate: is MXFP8, which has no backward on a GPU yet"):
-        functional.backward(*head, context, problem.d_out, *rest, *fours[:2], fours[2][2:])
-    values = functional.backward(*head, context, problem.d_out, *rest, *pairs)
-    assert all(torch.equal(a, b) for a, b in zip(values, plain, strict=True)), "the workspace is none the worse"
 
 
 class Layer(torch.autograd.Function):

@@ -91,7 +91,8 @@ def interpreted() -> None:
         assert torch.equal(got[large], want[large])
         for shape in ((3, 130, 80), (1, 16), (2, 0, 32)):
             pair = quantize(torch.randn(shape), block)
-            assert torch.equal(kernels.widen(*pair, block), dequantize(*pair, block, torch.bfloat16))
+            wide = kernels.widen(*pair, block, torch.tensor([5], dtype=torch.int32), 5)
+            assert torch.equal(wide, dequantize(*pair, block, torch.bfloat16))
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (64, 1), (1, 1, 64)])
@@ -163,9 +164,10 @@ def test_widening_compiles_without_spills(arch):
 
     from mok.kernels.quantize import TILE, widen_kernel
 
-    constants = dict(COLUMNS=32, TILE=TILE)
-    signature = dict(values_ptr="*u8", scale_ptr="*u8", out_ptr="*bf16", M="i32", N="i32", COLUMNS="constexpr", TILE="constexpr")
-    sixteens = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if name not in (*constants, "M")}
+    constants = dict(COLUMNS=32, COUNTED=False, TILE=TILE)
+    pointers = dict(values_ptr="*u8", scale_ptr="*u8", out_ptr="*bf16", count_ptr="*i32")
+    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in widen_kernel.arg_names}
+    sixteens = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if name not in (*constants, "M", "least")}
     compiled = triton.compile(
         ASTSource(widen_kernel, signature, constants, sixteens), target=GPUTarget("cuda", arch, 32), options=dict(num_warps=8)
     )

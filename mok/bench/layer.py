@@ -222,7 +222,7 @@ def memory_limit(shape: Shape, precision: Precision = "bf16") -> float | None:
         return None
     config = MoEConfig(hidden_size=shape.H, intermediate_size=shape.I, num_experts=shape.E, top_k=shape.K)
     weights = 3 * shape.E * shape.H * shape.I
-    held = weights + weights // 128 if precision == "fp8" else 0  # and their codes
+    held = {"bf16": 0, "fp8": weights + weights // 128, "mxfp8": 2 * weights}[precision]  # and their codes, or in bf16
     return round((config.gpu_memory(shape.T, precision=precision).total + held + 2 * weights) / 2**30, 2)
 
 

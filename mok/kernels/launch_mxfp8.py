@@ -50,12 +50,7 @@ class MxExperts(NamedTuple):
     @staticmethod
     def of_quantized(gate: Quantized, up: Quantized, down: Quantized) -> MxExperts:
         """Of weights quantized beforehand, with codes in either layout. A down matrix that is not filled up is copied."""
-        missing = padded_rows(down.values.shape[1]) - down.values.shape[1]
-        if missing:
-            values = torch.nn.functional.pad(down.values.view(torch.uint8), (0, 0, 0, missing)).view(E4M3)
-            down = Quantized(values, torch.nn.functional.pad(plain(down).scale, (0, 0, 0, missing)))
-        tiled = lambda pair: pair if pair.scale.dim() == 4 else Quantized(pair.values, to_tcgen05(pair.scale))  # noqa: E731
-        return MxExperts(tiled(gate), tiled(up), tiled(down))
+        return MxExperts(tiled(gate), tiled(up), tiled(down, padded_rows(down.values.shape[1])))
 
     def check(self, hidden: int) -> None:
         """Raises TypeError or ValueError."""
@@ -94,6 +89,15 @@ def plain(weight: Quantized) -> Quantized:
     """A weight [L, M, N] with codes [L, M, ceil(N / 32)] in place of those in the layout of tcgen05."""
     rows, blocks = scale_shape(weight.values.shape, MX_ROW)[-2:]
     return weight if weight.scale.dim() == 3 else Quantized(weight.values, from_tcgen05(weight.scale, rows, blocks))
+
+
+def tiled(weight: Quantized, rows: int = 0) -> Quantized:
+    """A weight [L, M, N] with codes in the layout of tcgen05 in place of plain ones, and with rows of zeros behind, up to `rows`."""
+    missing = rows - weight.values.shape[1]
+    if missing > 0:
+        values = torch.nn.functional.pad(weight.values.view(torch.uint8), (0, 0, 0, missing)).view(E4M3)
+        weight = Quantized(values, torch.nn.functional.pad(plain(weight).scale, (0, 0, 0, missing)))
+    return weight if weight.scale.dim() == 4 else Quantized(weight.values, to_tcgen05(weight.scale))
 
 
 def experts_for(device: torch.device, gate_LIH: Tensor, up_LIH: Tensor, down_LHI: Tensor) -> MxExperts | WideExperts:

@@ -396,16 +396,18 @@ def backward_from_pairs(
     view: Workspace, rows: DeviceSchedule, saved: Saved, ids: Tensor, d_out: Tensor, x: Tensor, weights: Tensor,
     matrices: list[list[Tensor]], num_experts: int, plan: BackwardPlan, **options: object,
 ) -> launch_backward.Gradients:  # fmt: skip
-    """The backward's launch, by the workspace's format. matrices: of gate, up and down what `mok.functional.backward` takes.
-
-    Raises:
-        ValueError: MXFP8, before anything is launched.
-    """
+    """The backward's launch, by the workspace's format. matrices: of gate, up and down what `mok.functional.backward` takes."""
+    call = (view, rows, saved, ids, d_out, x, weights)
     if view.precision == "mxfp8":
-        raise ValueError("routed_gate: is MXFP8, which has no backward on a GPU yet")
+        gate, up = (Quantized(*matrix[:2]) for matrix in matrices[:2])
+        turned = [Quantized(*matrix[-2:]) for matrix in matrices]
+        return launch_backward_mxfp8.backward(
+            *call, gate.values, up.values, turned[2].values.mT, num_experts, plan=plan,
+            transposed=launch_backward_mxfp8.form_for(view.device).of_quantized(*turned), quantized=(gate, up), **options,
+        )  # fmt: skip
     experts = QuantizedExperts(*(Quantized(*pair) for pair in matrices))
     return launch_backward_fp8.backward(
-        view, rows, saved, ids, d_out, x, weights, *(pair.values for pair in experts), num_experts, plan=plan,
+        *call, *(pair.values for pair in experts), num_experts, plan=plan,
         transposed=launch_backward_fp8.TransposedExperts.of_quantized(experts), quantized=experts, **options,
     )  # fmt: skip
 

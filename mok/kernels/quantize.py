@@ -214,9 +214,14 @@ def snap(x: Tensor, block: Block, count: Tensor | None = None, least: int = 0) -
     return out
 
 
-@triton.jit(do_not_specialize=["M"])
-def widen_kernel(values_ptr, scale_ptr, out_ptr, M, N, COLUMNS: tl.constexpr, TILE: tl.constexpr):
-    """One tile of one expert's rows, which are M."""
+@triton.jit(do_not_specialize=["M", "least"])
+def widen_kernel(
+    values_ptr, scale_ptr, out_ptr, count_ptr, M, N, least, COLUMNS: tl.constexpr, COUNTED: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """One tile of one expert's rows, which are M. COUNTED: as `quantize_kernel`."""
+    if COUNTED:
+        if tl.load(count_ptr) < least:
+            return
     down, across = tl.cdiv(M, TILE), tl.cdiv(N, TILE)
     tile = tl.program_id(0)
     expert, i, j = (tile // (down * across)).to(tl.int64), tile // across % down, tile % across
@@ -231,11 +236,15 @@ def widen_kernel(values_ptr, scale_ptr, out_ptr, M, N, COLUMNS: tl.constexpr, TI
     tl.store(out_ptr + row * N + columns[None, :], wide.to(tl.bfloat16), mask=inside)
 
 
-def widen(values: Tensor, scale: Tensor, block: Block) -> Tensor:
-    """E4M3 values [..., M, N] and plain codes of blocks within rows -> the numbers they stand for in bf16, which holds them exactly."""
+def widen(values: Tensor, scale: Tensor, block: Block, count: Tensor | None = None, least: int = 0) -> Tensor:
+    """E4M3 values [..., M, N] and plain codes of blocks within rows -> the numbers they stand for in bf16, which holds them exactly.
+    count, least: as `quantize`."""
     out = torch.empty(values.shape, dtype=torch.bfloat16, device=values.device)
     rows, columns = values.shape[-2:]
     tiles = math.prod(values.shape[:-2]) * triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE)
     if tiles:
-        widen_kernel[(tiles,)](values.view(torch.uint8), scale, out, rows, columns, COLUMNS=block[1], TILE=TILE, num_warps=8)
+        widen_kernel[(tiles,)](
+            values.view(torch.uint8), scale, out, scale if count is None else count, rows, columns, least, COLUMNS=block[1],
+            COUNTED=count is not None, TILE=TILE, num_warps=8,
+        )  # fmt: skip
     return out
