@@ -215,5 +215,8 @@ def compare(name: str) -> None:
 
 
 if __name__ == "__main__":
+    from interpret import patch_once
+
+    patch_once()
     others = {"refuse": refuse, "mxfp8": compare_mxfp8, "stale": stale}
     others[sys.argv[1]]() if sys.argv[1] in others else compare(sys.argv[1])
