@@ -14,6 +14,8 @@ import numbers
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from mok.quantize import Precision
+
 ScoreFunction = Literal["softmax", "sigmoid", "sqrt_softplus"]
 
 TILE_M = 128
@@ -153,42 +155,68 @@ class MoEConfig:
         """Width of all shared experts together; 0 without shared experts."""
         return self.num_shared_experts * (self.shared_intermediate_size or self.intermediate_size)
 
-    def gpu_memory(self, tokens: int, ranks: int = 1, tuning: Tuning | None = None) -> GpuMemory:
-        """The most that a layer in bf16 takes on a GPU beside parameters, their gradients, x and dY, for `tokens` tokens of a rank.
+    def gpu_memory(self, tokens: int, ranks: int = 1, tuning: Tuning | None = None, precision: Precision = "bf16") -> GpuMemory:
+        """The most that a layer takes on a GPU beside parameters, their gradients, x and dY, for `tokens` tokens of a rank.
 
         With T tokens, L = ceil(E / R) experts of this rank, P = R T K + 128 L rows at most, M = min(P, macrobatch) rows of the rings (two
-        and a half minibatches, if that is more), C saved rows and S = `shared_width`, in bytes:
+        and a half minibatches, if that is more), C saved rows, S = `shared_width`, and h = ceil(H / 128) and i = ceil(I / 128) scales of a
+        row, in bytes:
 
-            workspace  2 T H (K + 2) + 12 T K + M (4 H + 6 I + I / 16 + 4) + 6 T S, 12 H I more where P > M, and the lists of tasks
+            workspace  bf16   2 T H (K + 2) + 12 T K + M (4 H + 6 I + I / 16 + 4) + 6 T S
+                       fp8    2 T (H K + H + h) + 12 T K + M (6 H + 9 I + 2 h + 3 i + I / 16 + 4) + 6 T S
+                       mxfp8  2 T (H K + H + 4 h) + 12 T K + M (max(4 H + 10 I, 6 H + 9 I + 8 h + 12 i) + I / 16 + 4) + 6 T S
+                       12 H I more where P > M; and the lists of tasks
             kept       4 C I + 8 P + 4 T S, and 2 T H more for a gated shared expert
-            passing    4 T H + 4 T K, and 2 T H more with shared experts
+            passing    4 T H + 4 T K, and 2 T H more with shared experts; of quantized weights
+                       fp8    3 L H I, 5 where C < P
+                       mxfp8  6 L H I, 10 where C < P: in bf16, which Hopper multiplies; less on Blackwell, but where H or I is
+                              no multiple of 256
+
+        In mxfp8 the maximum is of Hopper's rings and Blackwell's.
 
         Raises:
             TypeError, ValueError: naming the argument.
         """
         _check_int("tokens", tokens, 0)
         _check_int("ranks", ranks, 1)
+        if precision not in get_args(Precision):
+            _reject("precision", precision, f"must be one of {', '.join(get_args(Precision))}")
         t, h, i, k, s = tokens, self.hidden_size, self.intermediate_size, self.top_k, self.shared_width
         knobs, ceil, local = tuning or Tuning(), lambda a, b: -(-a // b), -(-self.num_experts // ranks)
         tiles = ranks * t * k // TILE_M + local
         rows = tiles * TILE_M
-        ring = min(rows, max(knobs.macrobatch, 5 * knobs.minibatch // 2))
+        ring = max(min(rows, max(knobs.macrobatch, 5 * knobs.minibatch // 2)), 2 * TILE_M)
         saved = rows if ranks == 1 else t * k + t * k // 4 + local * TILE_M
         saved = min(rows, saved if knobs.saved_rows is None else knobs.saved_rows)
-        cut = rows > ring
-        peers = 2 * t * h * (k + 2) + 12 * t * k + 8 * self.num_experts
-        rings = ring * (4 * h + 6 * i + 16 * ceil(i, 256) + 4) + (12 * h * i if cut else 0) + 6 * t * s
+        cut, recompute = rows > ring, saved < rows
+        scales_h, scales_i = ceil(h, TILE_M), ceil(i, TILE_M)  # of 128 columns
+        of_h, of_parts = ring * i, 16 * ring * ceil(i, 256)
+        if precision != "bf16" and s:  # the shared experts have launches of their own, with rings of two tiles
+            of_h, of_parts = max(of_h, 2 * TILE_M * s), max(of_parts, 32 * TILE_M * ceil(s, 256))
+        backward = ring * 4 + of_parts + (12 * h * i if cut else 0) + 4 * t * s
+        if precision == "bf16":
+            peers = 2 * t * h * (k + 2) + 12 * t * k
+            rings = 4 * ring * h + 6 * of_h + backward + 2 * t * s
+            weights = 0
+        elif precision == "fp8":
+            peers = 2 * t * (h * k + h + scales_h) + 12 * t * k
+            rings = ring * (6 * h + 3 * i + 2 * scales_h + 3 * scales_i) + 6 * of_h + backward + 2 * t * s + 2 * TILE_M * s
+            weights = local * ((5 if recompute else 3) * h * i + (7 if recompute else 5) * scales_h * scales_i)
+        else:
+            peers = 2 * t * (h * k + h + 4 * scales_h) + 12 * t * k
+            scaled = ring * (6 * h + 3 * i + 8 * scales_h + 12 * scales_i) + 6 * of_h + 2 * TILE_M * s
+            rings = max(ring * (4 * h + 10 * i), scaled) + backward + 2 * t * s
+            weights = (10 if recompute else 6) * local * h * i
         shared_tiles = ceil(t, TILE_M) if s else 0
         tasks = tiles * (8 + ceil(i, 128) + ceil(h, 256)) + shared_tiles * (ceil(s, 128) + ceil(h, 256))  # 8: of pulls
-        grads = tiles * (8 + 2 * ceil(i, 128) + ceil(h, 256)) + shared_tiles * (ceil(s, 256) + ceil(h, 256))
         of_weights = lambda width: 2 * ceil(width, 128) * ceil(h, 256) + ceil(h, 128) * ceil(width, 256)  # noqa: E731
-        pieces = local + (tiles // max(1, ring // (2 * TILE_M)) if cut else 0)
-        grads += pieces * of_weights(i) + (of_weights(s) if s else 0)
+        grads = tiles * (8 + 2 * ceil(i, 128) + ceil(h, 256)) + shared_tiles * (ceil(s, 256) + ceil(h, 256))
+        grads += (local + (tiles // max(1, ring // (2 * TILE_M)) if cut else 0)) * of_weights(i) + (of_weights(s) if s else 0)
         lists = 8 * tasks + 32 * grads + 64 * (tiles + shared_tiles) + 4096
         return GpuMemory(
-            workspace=peers + rings + lists,
+            workspace=peers + 8 * self.num_experts + rings + lists,
             kept=4 * saved * i + 8 * rows + 4 * t * max(s, 8) + (2 * t * h if self.shared_gate else 0) + 16 * (tiles + self.num_experts),
-            passing=4 * t * h + 4 * t * k + (2 * t * h if s else 0),
+            passing=4 * t * h + 4 * t * k + (2 * t * h if s else 0) + weights,
         )
 
     @classmethod

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -528,10 +528,12 @@ def backward(
     clamp: float | None,
     needs: Needs,
     main_grads: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    transposed_LIH: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
     """publish dY, x and weights, then minibatch by minibatch dHid with the SwiGLU gradient, dX pushed home, weight gradients.
 
-    main_grads: fp32 accumulators [L, ...] to add to instead of returning a gradient. Returns d_x [T, H], d_weights [T, K] wide, and the
+    main_grads: fp32 accumulators [L, ...] to add to instead of returning a gradient. transposed_LIH: gate, up and down for the products
+    along their first dimension, where they were quantized beforehand. Returns d_x [T, H], d_weights [T, K] wide, and the
     gradients of gate, up and down in their own dtype; None for what is not asked for or went into main_grads.
     """
     dtype, wide, recipe = shape.dtype, wide_dtype(shape.dtype), shape.recipe
@@ -573,7 +575,8 @@ def backward(
             if current is None or current[0] != e:
                 retire(current)
                 expert = Expert.of(gate_LIH[e], up_LIH[e], down_LHI[e], recipe)
-                transposed = Expert.of(gate_LIH[e], up_LIH[e], down_LHI[e], recipe, -2) if recipe.quantized else expert
+                gate_IH, up_IH, down_HI = (weight[e] for weight in transposed_LIH or weights_LIH)
+                transposed = Expert.of(gate_IH, up_IH, down_HI, recipe, -2) if recipe.quantized else expert
                 current = (e, expert, transposed, ExpertGradient.zeros(expert) if needs.experts else None)
             _, expert, transposed, gradient = current
             for row in tiles:

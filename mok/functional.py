@@ -1,4 +1,4 @@
-"""The low-level API on the GPU: workspace, schedule, forward, backward. Every call is launches only; nothing is read back to the host.
+"""The low-level API: workspace, schedule, forward, backward. On a GPU every call is launches only; nothing is read back to the host.
 
     workspace = get_workspace(config, group, device=device, num_local_tokens=T, hidden_size=H, topk=K)
     schedule = build_schedule(workspace, config, top_experts, num_local_experts=L)
@@ -7,7 +7,21 @@
 
 Any group size, any number of tokens per rank (zero and unequal counts too), any H and I that are multiples of 16, no shared expert or one
 of any width, ids of -1 for masked slots, and no capacity that could overflow. Nothing here is recorded by autograd: call it from a
-`torch.autograd.Function`, or use `mok.MoE`. Triton is imported by the first call, not by this module.
+`torch.autograd.Function`, or use `mok.MoE`. Triton is imported by the first call, not by this module. On a CPU (device="cpu") the same
+calls run in the executor, and not under torch.compile.
+
+Routed weights are bf16 tensors or, all of them, quantized beforehand, as pairs of E4M3 values and their scale; then x, dY, h, d_gate and
+d_up are quantized in the same format, as the table of `mok.quantize.Recipe` says:
+
+| | forward, recompute | backward |
+|---|---|---|
+| MXFP8, gate and up | (values [L, I, H], scale) | (values, scale, values_T [L, H, I], scale_T) |
+| MXFP8, down | (values [L, H, I], scale) | (values_T [L, I, H], scale_T) |
+| blockwise FP8, each | (values, scale [L, ceil(rows / 128), ceil(columns / 128)]) | the same |
+
+The four are those of `mok.ops.mxfp8_quantize`: a scale of MXFP8, E8M0 codes in uint8 or float8_e8m0fnu, has the layout "tcgen05" or
+"plain". One of blockwise FP8 may be fp32, too, and is then made of powers of two: another number makes its block NaN on a GPU and is an
+error on the CPU. The pairs are read when a call runs: whoever made them answers for their being up to date.
 
 Legend: T tokens of this rank, H hidden, I intermediate, E experts in all, L experts of this rank, K choices per token, R ranks,
 S width of the shared experts, C rows whose gate and up are saved.
@@ -26,9 +40,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mok.config import TILE_M
+from mok.fabric import HostFabric, host_fabric
+from mok.quantize import E4M3, WEIGHT_BLOCKS, Precision, WeightFormat, scale_codes, scale_shape
 
 if TYPE_CHECKING:
+    from mok.functional_cpu import Layer
     from mok.kernels.launch import Workspace
+
+Group = dist.ProcessGroup | HostFabric | None
+"""Virtual ranks (`mok.fabric.virtual_ranks`) run on a CPU."""
+Weight = Tensor | Sequence[Tensor]
+"""Of routed experts: bf16, or values and scale (and those of the transpose)."""
 
 MAX_EXPERTS = 4096
 
@@ -76,10 +98,13 @@ class MoKConfig:
 
 @dataclass(eq=False)
 class MoKWorkspace:
-    """One rank's memory for layers of one H and K, shared by all layers of that shape; one call at a time."""
+    """One rank's memory for layers of one H and K, of any format, shared by all layers of that shape; one call at a time.
 
-    inner: Workspace
-    group: dist.ProcessGroup | None
+    inner: the memory on a GPU; None on a CPU, where every call brings its own.
+    """
+
+    inner: Workspace | None
+    group: Group
     ep_rank: int
     ep_size: int
     device: torch.device
@@ -89,7 +114,8 @@ class MoKWorkspace:
 
     def check(self) -> None:
         """Raise what ended an earlier call on this rank or a peer. Surely complete after `torch.cuda.synchronize()`."""
-        self.inner.check()
+        if self.inner is not None:
+            self.inner.check()
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,10 +204,77 @@ def _check_matrices(prefix: str, shape: tuple[int, ...], device: torch.device, m
         _check_tensor(f"{prefix}_{name}", matrix, wanted, torch.bfloat16, device, True)
 
 
+@dataclass(frozen=True)
+class _Routed:
+    """Checked weights of routed experts: of gate, up and perhaps down the one tensor, or values and scale by turns, scales as codes."""
+
+    precision: Precision
+    matrices: list[list[Tensor]]
+    width: int
+
+
+def _check_routed(routed: Sequence[object], local: int, hidden: int, device: torch.device, backward: bool) -> _Routed:
+    """routed: (gate, up) or (gate, up, down), as a forward or as a backward takes them."""
+    names = [f"routed_{name}" for name in ("gate", "up", "down")[: len(routed)]]
+    pairs = [isinstance(matrix, tuple | list) for matrix in routed]
+    if any(pairs) and not all(pairs):
+        raise ValueError(f"{', '.join(names)}: must all be tensors, or all be quantized: tuples of values and scale")
+    if not any(pairs):
+        gate = routed[0]
+        if not isinstance(gate, Tensor) or gate.dim() != 3:
+            raise ValueError("routed_gate: must be a tensor of three dimensions [L, I, H], or a tuple of values and scale")
+        _check_matrices("routed", (local, gate.shape[1], hidden), device, routed)
+        return _Routed("bf16", [[matrix] for matrix in routed if isinstance(matrix, Tensor)], gate.shape[1])
+    matrices = [list(matrix) for matrix in routed if isinstance(matrix, tuple | list)]
+    values, scale = (*matrices[0], None, None)[:2]
+    if not isinstance(values, Tensor) or values.dim() != 3 or not isinstance(scale, Tensor):
+        raise ValueError("routed_gate: must begin with values, a tensor of three dimensions [L, I, H], and their scale")
+    width = values.shape[1]
+    if width % 16:
+        raise ValueError(f"routed_gate[0].shape[1]={width}: must be a multiple of 16")
+    form: WeightFormat = "mxfp8" if scale.dim() == 4 or scale.shape[1:2] == values.shape[1:2] else "fp8"
+    both = backward and form == "mxfp8"
+    for name, matrix in zip(names, matrices, strict=True):
+        shape, transposed = (local, width, hidden), (local, hidden, width)
+        if name == "routed_down":
+            shape, transposed = transposed, shape
+        shapes, parts = [shape], "(values, scale)"
+        if both:
+            shapes, parts = [shape, transposed], "(values, scale, values_T, scale_T)"
+            if name == "routed_down":
+                shapes, parts = [transposed], "(values_T, scale_T)"
+        if len(matrix) != 2 * len(shapes):
+            where = f"{'a backward' if backward else 'a forward'} in {form}"
+            raise ValueError(f"{name}: {len(matrix)} tensors, must be {2 * len(shapes)} in {where}: {parts}")
+        for i, wanted in enumerate(shapes):
+            _check_pair(name, 2 * i, matrix[2 * i], matrix[2 * i + 1], wanted, form, device)
+    return _Routed(form, [[scale_codes(t) if i % 2 else t for i, t in enumerate(matrix)] for matrix in matrices], width)
+
+
+def _check_pair(
+    name: str, at: int, values: object, scale: object, shape: tuple[int, ...], form: WeightFormat, device: torch.device
+) -> None:
+    """The values at `at` of a weight, and the scale behind them."""
+    _check_tensor(f"{name}[{at}]", values, shape, E4M3, device, True)
+    here = f"{name}[{at + 1}]"
+    if not isinstance(scale, Tensor):
+        raise TypeError(f"{here}: must be a tensor, the scale of {name}[{at}], not {type(scale).__name__}")
+    dtypes = (torch.uint8, torch.float8_e8m0fnu) if form == "mxfp8" else (torch.uint8, torch.float8_e8m0fnu, torch.float32)
+    if scale.dtype not in dtypes:
+        raise ValueError(f"{here}.dtype={scale.dtype}: must be {' or '.join(map(str, dtypes))} in {form}")
+    shapes = {"plain": scale_shape(shape, WEIGHT_BLOCKS[form])}
+    if form == "mxfp8":
+        shapes["tcgen05"] = (shape[0] * -(-shape[1] // 128), -(-shape[2] // 128), 32, 16)
+    if tuple(scale.shape) not in shapes.values():
+        wanted = " or ".join(f"{wanted} ({layout})" for layout, wanted in shapes.items())
+        raise ValueError(f"{here}.shape={tuple(scale.shape)}: must be {wanted} in {form}, for values {shape}")
+    _check_tensor(here, scale, tuple(scale.shape), scale.dtype, device)
+
+
 def _check_layer(
     config: object, workspace: object, schedule: object, x: object, shared: Sequence[object], routed: Sequence[object],
-    swiglu_limit: float | None,
-) -> None:  # fmt: skip
+    swiglu_limit: float | None, backward: bool = False,
+) -> _Routed:  # fmt: skip
     """What forward, backward and recompute have in common; shared and routed are (gate, up) or (gate, up, down)."""
     _check_kind("config", config, MoKConfig)
     _check_kind("workspace", workspace, MoKWorkspace)
@@ -195,10 +288,7 @@ def _check_layer(
             f"at most, topk={workspace.topk}, {workspace.ep_size} ranks"
         )
     _check_tensor("x", x, (tokens, hidden), torch.bfloat16, device, True)
-    gate = routed[0]
-    if not isinstance(gate, Tensor) or gate.dim() != 3:
-        raise ValueError("routed_gate: must be a tensor of three dimensions [L, I, H]")
-    _check_matrices("routed", (schedule.num_local_experts, gate.shape[1], hidden), device, routed)
+    found = _check_routed(routed, schedule.num_local_experts, hidden, device, backward)
     names = ", ".join(("shared_gate", "shared_up", "shared_down")[: len(shared)])
     if any(matrix is None for matrix in shared) != all(matrix is None for matrix in shared):
         raise ValueError(f"{names}: must all be given or all be None")
@@ -211,6 +301,7 @@ def _check_layer(
             raise TypeError(f"swiglu_limit={swiglu_limit!r}: must be None or a number, not {type(swiglu_limit).__name__}")
         if not (math.isfinite(swiglu_limit) and swiglu_limit >= 0):
             raise ValueError(f"swiglu_limit={swiglu_limit!r}: must be None or finite and at least 0")
+    return found
 
 
 def _check_context(context: object, tokens: int, width: int, shared_width: int | None, device: torch.device) -> None:
@@ -228,14 +319,16 @@ def _check_context(context: object, tokens: int, width: int, shared_width: int |
 
 def _device(device: torch.device | str | int | None) -> torch.device:
     where = torch.device("cuda") if device is None else torch.device(device)
+    if where.type == "cpu":
+        return where
     if where.type != "cuda":
-        raise ValueError(f"device={where}: must be a CUDA device; on a CPU use mok.MoE")
+        raise ValueError(f"device={where}: must be a CUDA device or the CPU")
     return torch.device("cuda", torch.cuda.current_device()) if where.index is None else where
 
 
 def create_workspace(
     config: MoKConfig,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     *,
     device: torch.device | str | int | None = None,
     num_local_tokens: int,
@@ -247,8 +340,6 @@ def create_workspace(
     Raises:
         TypeError, ValueError: naming the argument, its value and the rule; the same on every rank where ranks disagree on H or K.
     """
-    from mok.kernels import ops
-
     _check_kind("config", config, MoKConfig)
     _check_int("num_local_tokens", num_local_tokens, 0)
     _check_int("topk", topk, 1)
@@ -256,13 +347,20 @@ def create_workspace(
     if hidden_size % 16:
         raise ValueError(f"hidden_size={hidden_size}: must be a multiple of 16")
     where = _device(device)
-    inner = ops.make_workspace(group, where, num_local_tokens, hidden_size, topk, MAX_EXPERTS, config.timeout_s, config.num_sms)
+    if where.type == "cpu":
+        fabric = host_fabric(group)
+        return MoKWorkspace(None, group, fabric.rank, fabric.size, where, num_local_tokens, hidden_size, topk)
+    from mok.kernels import ops
+
+    if isinstance(group, HostFabric):
+        raise ValueError("group: virtual ranks run on a CPU; give a torch.distributed group")
+    inner = ops.make_workspace(group, where, num_local_tokens, hidden_size, topk, MAX_EXPERTS, config.timeout_s, config.num_sms, None)
     return MoKWorkspace(inner, group, inner.memory.rank, inner.memory.size, where, num_local_tokens, hidden_size, topk)
 
 
 def get_workspace(
     config: MoKConfig,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     *,
     device: torch.device | str | int | None = None,
     num_local_tokens: int,
@@ -270,7 +368,7 @@ def get_workspace(
     topk: int,
 ) -> MoKWorkspace:
     """`create_workspace`, once for each (group, device, T, H, K)."""
-    name = None if group is None else group.group_name
+    name = group.group_name if isinstance(group, dist.ProcessGroup) else group
     key = (name, _device(device), num_local_tokens, hidden_size, topk)
     found = _workspaces.get(key)
     if found is None or found.group is not group:  # a destroyed group's name is given again
@@ -283,7 +381,8 @@ def get_workspace(
 def clear_workspace_cache() -> None:
     """Let go of all cached workspaces, once the device has finished with them."""
     for workspace in _workspaces.values():
-        torch.cuda.synchronize(workspace.device)
+        if workspace.inner is not None:
+            torch.cuda.synchronize(workspace.device)
     _workspaces.clear()
 
 
@@ -300,7 +399,6 @@ def build_schedule(
     num_local_experts is L where every rank has as many; num_experts gives E where the group's size does not divide it: rank r then owns
     ceil(E / R) experts from r * ceil(E / R) on, the last ranks fewer.
     """
-    from mok.kernels import ops
     from mok.schedule import local_experts
 
     _check_kind("workspace", workspace, MoKWorkspace)
@@ -320,9 +418,17 @@ def build_schedule(
     if tokens > workspace.num_local_tokens:
         raise ValueError(f"top_experts.shape={tuple(top_experts.shape)}: the workspace is for at most {workspace.num_local_tokens} tokens")
     _check_tensor("top_experts", top_experts, (tokens, workspace.topk), torch.int64, workspace.device)
+    local = len(local_experts(num_experts, workspace.ep_size, workspace.ep_rank))
+    if workspace.inner is None:
+        from mok import functional_cpu
+
+        made, routes = functional_cpu.build_schedule(workspace.group, top_experts, num_experts, config.timeout_s)
+        found = (made.peer_rank, made.peer_token_idx, made.num_tokens, made.tokens_per_expert, routes)
+        return MoKSchedule(*found, [], top_experts, num_experts, local, workspace.ep_size)
+    from mok.kernels import ops
+
     with torch.no_grad():
         *rows, routes_per_expert = ops.gpu_schedule(top_experts, workspace.inner.number, num_experts)
-    local = len(local_experts(num_experts, workspace.ep_size, workspace.ep_rank))
     return MoKSchedule(
         rows[0], rows[1], rows[2], rows[3], routes_per_expert, rows, top_experts, num_experts, local, workspace.ep_size
     )  # fmt: skip
@@ -334,6 +440,22 @@ def _plan(config: MoKConfig) -> list[int]:
     return ops.plan_of(config.num_sms, config.minibatch_size, config.macrobatch_size)
 
 
+def _on_cpu(config: MoKConfig, workspace: MoKWorkspace, schedule: MoKSchedule, routed: _Routed, limit: float | None) -> Layer:
+    """A layer of the executor."""
+    from mok.config import Tuning
+    from mok.functional_cpu import Layer
+
+    saved = config.macrobatch_size if config.saved_rows is None else config.saved_rows
+    tuning = Tuning(
+        minibatch=config.minibatch_size, macrobatch=config.macrobatch_size, saved_rows=saved, timeout_s=float(config.timeout_s)
+    )  # fmt: skip
+    return Layer(workspace.group, tuning, schedule.top_experts, schedule.num_experts, routed.precision, routed.matrices, limit)
+
+
+def _three(first: Tensor | None, second: Tensor | None, third: Tensor | None) -> tuple[Tensor, Tensor, Tensor] | None:
+    return None if first is None or second is None or third is None else (first, second, third)
+
+
 def forward(
     config: MoKConfig,
     workspace: MoKWorkspace,
@@ -343,33 +465,48 @@ def forward(
     shared_gate: Tensor | None,
     shared_up: Tensor | None,
     shared_down: Tensor | None,
-    routed_gate: Tensor,
-    routed_up: Tensor,
-    routed_down: Tensor,
+    routed_gate: Weight,
+    routed_up: Weight,
+    routed_down: Weight,
     swiglu_limit: float | None = None,
 ) -> tuple[Tensor, MoKForwardContext]:
     """output bf16 [T, H] = shared(x) + sum_k router_weights[:, k] * expert_k(x), and what a backward needs; collective.
 
     x bf16 [T, H]; router_weights fp32 [T, K]; shared gate and up [S, H], down [H, S], or three times None; routed gate and up [L, I, H],
-    down [L, H, I]. swiglu_limit clips the gate from above and up on both sides, in shared and routed experts.
+    down [L, H, I], or each of them quantized: (values, scale), see above. swiglu_limit clips the gate from above and up on both sides, in
+    shared and routed experts.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and the rule.
         FabricError: an earlier call was ended because some rank waited in vain; the report says rank, task, expected and found.
     """
+    shared = (shared_gate, shared_up, shared_down)
+    routed = _check_layer(config, workspace, schedule, x, shared, (routed_gate, routed_up, routed_down), swiglu_limit)
+    _check_tensor("router_weights", router_weights, tuple(schedule.top_experts.shape), torch.float32, workspace.device)
+    limit = None if swiglu_limit is None else float(swiglu_limit)
+    if workspace.inner is None:
+        from mok import functional_cpu
+
+        with torch.no_grad():
+            layer = _on_cpu(config, workspace, schedule, routed, limit)
+            out, gate, up = functional_cpu.forward(layer, x, router_weights, _three(*shared))
+            on_cpu: tuple[Tensor | None, Tensor | None] = (None, None)
+            if shared_gate is not None and shared_up is not None:
+                on_cpu = functional_cpu.shared_gate_up(x, shared_gate, shared_up)
+        return out, MoKForwardContext(None, on_cpu[0], gate, on_cpu[1], up, None, None, gate.shape[0])
     from mok.kernels import ops
 
-    shared, routed = (shared_gate, shared_up, shared_down), (routed_gate, routed_up, routed_down)
-    _check_layer(config, workspace, schedule, x, shared, routed, swiglu_limit)
-    _check_tensor("router_weights", router_weights, tuple(schedule.top_experts.shape), torch.float32, workspace.device)
     all_rows = schedule.peer_rank.numel()
     saved_rows = min(all_rows, config.macrobatch_size if config.saved_rows is None else config.saved_rows)
-    limit = None if swiglu_limit is None else float(swiglu_limit)
+    rest = (workspace.inner.number, schedule.num_experts, limit, limit, saved_rows, _plan(config))
+    head = (x, schedule.top_experts, router_weights)
     with torch.no_grad():
-        out, gate, up, shared_gates, shared_ups, _ = ops.gpu_forward(
-            x, schedule.top_experts, router_weights, *routed, *shared, None, None, [], [], schedule.rows,
-            workspace.inner.number, schedule.num_experts, limit, limit, saved_rows, _plan(config),
-        )  # fmt: skip
+        if routed.precision == "bf16":
+            weights = (matrix[0] for matrix in routed.matrices)
+            made = ops.gpu_forward(*head, *weights, *shared, None, None, [], [], schedule.rows, *rest)
+        else:
+            made = ops.gpu_forward_prequantized(*head, *routed.matrices, *shared, schedule.rows, routed.precision, *rest)
+    out, gate, up, shared_gates, shared_ups, *_ = made
     kept = (None, None) if shared_gate is None else (shared_gates, shared_ups)
     return out, MoKForwardContext(None, kept[0], gate, kept[1], up, None, None, saved_rows)
 
@@ -381,8 +518,8 @@ def recompute_forward_context(
     x: Tensor,
     shared_gate: Tensor | None,
     shared_up: Tensor | None,
-    routed_gate: Tensor,
-    routed_up: Tensor,
+    routed_gate: Weight,
+    routed_up: Weight,
     swiglu_limit: float | None = None,
 ) -> MoKForwardContext:
     """The context of a `forward` whose own was thrown away, for activation checkpointing by hand; not collective.
@@ -393,18 +530,25 @@ def recompute_forward_context(
 
     Args and errors: as `forward`.
     """
-    from mok.kernels import ops
-
-    shared, routed = (shared_gate, shared_up), (routed_gate, routed_up)
-    _check_layer(config, workspace, schedule, x, shared, routed, swiglu_limit)
+    routed = _check_layer(config, workspace, schedule, x, (shared_gate, shared_up), (routed_gate, routed_up), swiglu_limit)
     limit = None if swiglu_limit is None else float(swiglu_limit)
-    gate, up = (x.new_empty(0, routed_gate.shape[1]) for _ in range(2))
+    gate, up = (x.new_empty(0, routed.width) for _ in range(2))
     kept: tuple[Tensor | None, Tensor | None] = (None, None)
     if shared_gate is not None and shared_up is not None:
         with torch.no_grad():
-            kept = ops.gpu_shared_gate_up(
-                x, *routed, shared_gate, shared_up, schedule.rows, workspace.inner.number, limit, limit, _plan(config)
-            )  # fmt: skip
+            if workspace.inner is None:
+                from mok import functional_cpu
+
+                kept = functional_cpu.shared_gate_up(x, shared_gate, shared_up)
+            else:
+                from mok.kernels import ops
+
+                shapes = (shared_gate[None], shared_up[None])  # of routed experts no more counts
+                if routed.precision == "bf16":
+                    shapes = (routed.matrices[0][0], routed.matrices[1][0])
+                kept = ops.gpu_shared_gate_up(
+                    x, *shapes, shared_gate, shared_up, schedule.rows, workspace.inner.number, limit, limit, _plan(config)
+                )  # fmt: skip
     return MoKForwardContext(None, kept[0], gate, kept[1], up, None, None, 0)
 
 
@@ -419,9 +563,9 @@ def backward(
     shared_gate: Tensor | None,
     shared_up: Tensor | None,
     shared_down: Tensor | None,
-    routed_gate: Tensor,
-    routed_up: Tensor,
-    routed_down: Tensor,
+    routed_gate: Weight,
+    routed_up: Weight,
+    routed_down: Weight,
     swiglu_limit: float | None = None,
     *,
     main_grads: Sequence[Tensor] | None = None,
@@ -441,29 +585,46 @@ def backward(
         TypeError, ValueError: naming the argument, its value and the rule.
         FabricError: an earlier call was ended because some rank waited in vain; the report says rank, task, expected and found.
     """
-    from mok.kernels import ops
-
-    shared, routed = (shared_gate, shared_up, shared_down), (routed_gate, routed_up, routed_down)
-    _check_layer(config, workspace, schedule, x, shared, routed, swiglu_limit)
+    shared = (shared_gate, shared_up, shared_down)
+    routed = _check_layer(config, workspace, schedule, x, shared, (routed_gate, routed_up, routed_down), swiglu_limit, backward=True)
     tokens, device = x.shape[0], workspace.device
     _check_tensor("router_weights", router_weights, tuple(schedule.top_experts.shape), torch.float32, device)
     _check_tensor("grad_output", grad_output, tuple(x.shape), torch.bfloat16, device, any_strides=True)
-    _check_context(context, tokens, routed_gate.shape[1], None if shared_gate is None else shared_gate.shape[0], device)
-    weights = [*routed, *(matrix for matrix in shared if matrix is not None)]
+    _check_context(context, tokens, routed.width, None if shared_gate is None else shared_gate.shape[0], device)
+    local, hidden = schedule.num_local_experts, workspace.hidden_size
+    gate_shape, down_shape = (local, routed.width, hidden), (local, hidden, routed.width)
+    shapes = [gate_shape, gate_shape, down_shape, *(tuple(matrix.shape) for matrix in shared if matrix is not None)]
     mains = [] if main_grads is None else list(main_grads)
-    if main_grads is not None and len(mains) != len(weights):
-        raise ValueError(f"main_grads: {len(mains)} tensors, must be {len(weights)}, one for each weight")
-    for i, (main, weight) in enumerate(zip(mains, weights, strict=False)):
-        _check_tensor(f"main_grads[{i}]", main, tuple(weight.shape), torch.float32, device)
+    if main_grads is not None and len(mains) != len(shapes):
+        raise ValueError(f"main_grads: {len(mains)} tensors, must be {len(shapes)}, one for each weight")
+    for i, (main, shape) in enumerate(zip(mains, shapes, strict=False)):
+        _check_tensor(f"main_grads[{i}]", main, shape, torch.float32, device)
     limit = None if swiglu_limit is None else float(swiglu_limit)
+    if workspace.inner is None:
+        from mok import functional_cpu
+
+        with torch.no_grad():
+            layer = _on_cpu(config, workspace, schedule, routed, limit)
+            saved = (context.gate_routed, context.up_routed)
+            d_x, d_weights, d = functional_cpu.backward(layer, grad_output, x, router_weights, _three(*shared), *saved, mains)
+        return d_x, d_weights, d[0], d[1], d[2], d[3], d[4], d[5]
+    from mok.kernels import ops
+
     gates = context.gate_shared, context.up_shared
     nothing = x.new_empty(0)
     kept = [context.gate_routed, context.up_routed, *(nothing if kept is None else kept for kept in gates), nothing]
     has_shared = shared_gate is not None
+    head = (grad_output, x, schedule.top_experts, router_weights)
+    tail = (workspace.inner.number, schedule.num_experts, limit, limit, _plan(config))
     with torch.no_grad():
-        d_x, d_weights, *of_weights, _ = ops.gpu_backward(
-            grad_output, x, schedule.top_experts, router_weights, *routed, *shared, None, mains[:3], mains[3:], schedule.rows, kept,
-            [True, True, True, has_shared, False], workspace.inner.number, schedule.num_experts, limit, limit, _plan(config),
-        )  # fmt: skip
-    d: list[Tensor | None] = [None] * 6 if mains else [*of_weights[:3], *(of_weights[3:] if has_shared else (None,) * 3)]
+        if routed.precision == "bf16":
+            asked = [True, True, True, has_shared, False]
+            weights = (matrix[0] for matrix in routed.matrices)
+            made = ops.gpu_backward(*head, *weights, *shared, None, mains[:3], mains[3:], schedule.rows, kept, asked, *tail)
+        else:
+            made = ops.gpu_backward_prequantized(
+                *head, *routed.matrices, *shared, mains[:3], mains[3:], schedule.rows, kept, routed.precision, *tail
+            )  # fmt: skip
+    d_x, d_weights, *of_weights = made
+    d = [None] * 6 if mains else [*of_weights[:3], *(of_weights[3:6] if has_shared else (None,) * 3)]
     return d_x, d_weights, d[0], d[1], d[2], d[3], d[4], d[5]

@@ -193,11 +193,11 @@ def _routed_gpu(
         raise ValueError("main_grad: on a GPU, must be torch.float32 and contiguous")
     experts = (inputs.gate.contiguous(), inputs.up.contiguous(), inputs.down.contiguous())
     arguments = (x.contiguous(), inputs.ids.to(torch.int64).contiguous(), inputs.weights.contiguous(), experts)
-    if recipe.quantized_weight_gradients and trained and torch.is_grad_enabled():
-        raise ValueError("quantized_weight_gradients=True: must be False on a GPU, where weight gradients are products in bf16")
+    if recipe.precision == "mxfp8" and recipe.quantized_weight_gradients and trained and torch.is_grad_enabled():
+        raise ValueError("quantized_weight_gradients=True: must be False with precision='mxfp8' on a GPU")
     return autograd.layer(
         *arguments, matrices, scale, shared, mains, shared_mains, num_experts, clamp, shared_clamp, group.process_group, tuning,
-        recipe.precision,
+        recipe.precision, recipe.quantized_weight_gradients,
     )  # fmt: skip
 
 
@@ -231,7 +231,7 @@ def moe(
         shared: [..., H] added first, in fp32; the shared experts' output.
         clamp: L of silu(min(gate, L)) * clamp(up, -L, L); None for none.
         precision: "bf16" multiplies in the dtype of x, whichever that is; "mxfp8" and "fp8" quantize operands as `mok.quantize.Recipe`
-            says. quantized_weight_gradients: those of weight gradients too (on the CPU).
+            says. quantized_weight_gradients: those of weight gradients too (on a GPU in "fp8" only), which no GPU does faster.
         num_experts: E; needed when the group has more than one rank.
         group: a torch.distributed group or mesh of one dimension, a virtual rank (`mok.fabric.virtual_ranks`), or None for this rank alone.
         tuning: knobs; none moves a bit.

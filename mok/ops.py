@@ -188,8 +188,10 @@ def run_backward(
     asked: Sequence[bool],
     main_grads: MainGrads = NO_MAIN_GRADS,
     of: int | None = None,
+    transposed: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
-    """d_x, d_weights and the three expert-weight gradients; None for what is not asked for or was added into main_grads."""
+    """d_x, d_weights and the three expert-weight gradients; None for what is not asked for or was added into main_grads. transposed: see
+    `executor.backward`."""
     call = begin("backward", problem, inputs, asked, of=of, grad_enabled=False)
     anyone = [any(request["asked"][i] for request in call.requests) for i in range(2)]
     with call, exact():
@@ -197,6 +199,7 @@ def run_backward(
             call, inputs.shape(problem), problem.tuning, gate_CI, up_CI, d_out,
             inputs.x, inputs.ids, inputs.weights, inputs.gate, inputs.up, inputs.down,
             clamp=problem.clamp, needs=Needs(experts=asked[2], x=anyone[0], weights=anyone[1]), main_grads=main_grads,
+            transposed_LIH=transposed,
         )  # fmt: skip
 
 

@@ -145,6 +145,21 @@ def scale_from_float(scale: Tensor) -> Tensor:
     return code.to(torch.uint8)
 
 
+def scale_codes(scale: Tensor) -> Tensor:
+    """E8M0 codes (uint8) of codes (uint8 or float8_e8m0fnu) or of fp32 powers of two. Nothing waits for a device: there a number that is no
+    power of two gets the code of NaN, while on the CPU it is an error.
+
+    Raises:
+        ValueError: as `scale_from_float`.
+    """
+    if scale.dtype != torch.float32:
+        return scale.view(torch.uint8)
+    if scale.device.type == "cpu" and not torch.compiler.is_compiling():
+        return scale_from_float(scale)
+    code = _code_of(scale)
+    return torch.where(code < 0, E8M0_NAN, code).to(torch.uint8)
+
+
 def _code_of(scale: Tensor) -> Tensor:
     """E8M0 codes, int32, of fp32 numbers; -1 where there is none."""
     bits = scale.contiguous().view(torch.int32)
@@ -183,7 +198,8 @@ class Recipe:
 
     What is quantized is the value that the layer without a recipe has at that place: gate, up, h, d_gate, d_up and w h are rounded to the
     layer's dtype first. x and dY travel between ranks quantized. y, dX, the router, its weights' gradient (dHid . h, with h not quantized)
-    and the shared experts are not quantized at all.
+    and the shared experts are not quantized at all. On a GPU the quantized operands of a weight gradient, in "fp8" only, are rounded in
+    place and then multiplied in bf16, which holds their numbers: the same products, and not sooner.
 
     Under MXFP8 a weight has two quantized forms, one along each of its dimensions; under blockwise FP8 one serves both. Rows of an expert
     start at a tile and are filled up with zeros, so no block holds rows of two experts and no padding moves a scale; inside an expert they
@@ -191,8 +207,8 @@ class Recipe:
 
     Weights are quantized whenever they are used, from the parameters as they are then. Nothing is kept, because nothing that a program may
     do to a parameter's memory (an optimizer's step, `.data.copy_`, new memory at an old address, a gathered shard) would have to tell us.
-    Who wants to quantize less often holds pairs, which the low-level API on a GPU is to take in place of a weight, and answers for their
-    being up to date:
+    Who wants to quantize less often holds pairs, which the low-level API (`mok.functional`) takes in place of a weight, and answers for
+    their being up to date:
 
     | | forward | backward |
     |---|---|---|

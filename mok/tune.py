@@ -2,6 +2,7 @@
 
     python -m mok tune --shapes qwen3-30b,glm-5/8         # measures, and writes the choice to the user's cache
     python -m mok tune --ranks 2 --shapes v4-flash        # over two GPUs: rank 0 decides for all
+    python -m mok tune --precision fp8                    # experts in FP8, whose weights are quantized before anything is timed
 
 The search goes field by field (FIELDS): the values of a field and the best plan so far take turns, and another value is taken only if it is
 faster by more than MARGIN, about what a plan differs from itself. `invalid` says which values are tried. Every candidate is run once before
@@ -10,7 +11,7 @@ it is timed: the default plan must be near the definition, all others must have 
 `tuned` answers for a shape, first of:
     1. the user's cache ($XDG_CACHE_HOME/mok/tuned.json), then mok/tuned.json: an entry of the same GPU, H, I, E, K, ranks and precision
        whose T is at most a factor of two away, the nearest one;
-    2. mok/tuned.json: the defaults of this GPU, measured over several shapes;
+    2. mok/tuned.json: the defaults of this GPU, measured over several shapes in bf16;
     3. the heuristic: minibatches of two waves of tasks, a wave being one task for every multiprocessor, but 8 to 32 tiles; all else as the
        plans have it. With less the programs run out of work while a minibatch's last rows are on their way; with more the rows of a
        minibatch leave the L2 cache.
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import os
 import sys
@@ -34,12 +36,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 
 from mok.config import TILE_M
+from mok.quantize import Precision, Recipe
 from mok.schedule import experts_per_rank
 
 Changes = dict[str, Any]
@@ -72,7 +75,7 @@ class Key:
     E: int
     K: int
     ep: int = 1
-    precision: str = "bf16"
+    precision: Precision = "bf16"
 
     @property
     def local_experts(self) -> int:
@@ -251,11 +254,16 @@ class Measured:
         self.all_experts = make_experts(shape, device)
         mine = local_experts(key.E, key.ep, rank)
         gate, up, down = (weight[mine.start : mine.stop] for weight in self.all_experts)
-        self.several, self.device, self.repeats, self.turns = several, device, repeats, Turns(2)
+        self.several, self.device, self.repeats, self.turns, self.recipe = several, device, repeats, Turns(2), Recipe(key.precision)
         self.inputs = [make_batch(shape, rank, turn, device) for turn in range(2)]
-        self.layer = layer_class(device)(key.T, key.E, key.K, (gate, up, down), group, 1.25 if several else 1.0)
-        self.kept = [self.layer.forward(batch, True)[1] for batch in self.inputs]
+        saved = 1.25 if several else 1.0
+        self.layer = layer_class(device)(key.T, key.E, key.K, (gate, up, down), group, saved, precision=key.precision)
         self.first: dict[str, list[torch.Tensor]] = {}
+
+    @functools.cached_property
+    def kept(self) -> list[Any]:
+        """What the backward of each batch needs."""
+        return [self.layer.forward(batch, True)[1] for batch in self.inputs]
 
     def _call(self, direction: str, turn: int, changes: Changes) -> list[torch.Tensor]:
         batch = self.inputs[turn]
@@ -276,10 +284,10 @@ class Measured:
         self.first[direction] = [tensor.clone() for tensor in got]
         batch = self.inputs[0]
         if direction == "forward":
-            error = checks.forward_error(got[0], *batch[:3], self.all_experts)
+            error = checks.forward_error(got[0], *batch[:3], self.all_experts, recipe=self.recipe)
         else:
-            error = checks.token_gradient_error(got[0], got[1], *batch, self.all_experts)
-        return "" if error < checks.LIMIT else f"relative error {error:.1e} against the definition"
+            error = checks.token_gradient_error(got[0], got[1], *batch, self.all_experts, recipe=self.recipe)
+        return "" if error < (3 if self.recipe.quantized else 1) * checks.LIMIT else f"relative error {error:.1e} against the definition"
 
     def check(self, direction: str, changes: Changes) -> str:
         """ "" if a plan computes the layer, on every rank, else what is wrong."""
@@ -337,6 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mok tune", description=(__doc__ or "").partition("\n")[0])
     cuda = torch.cuda.is_available()
     parser.add_argument("--shapes", default="", help="of `mok bench`, PRESET/RANKS, or TxHxIxExK; all of `mok bench`'s by default")
+    parser.add_argument("--precision", choices=get_args(Precision), default="bf16", help="of the experts' products")
     parser.add_argument("--directions", default=",".join(DIRECTIONS))
     parser.add_argument("--ranks", type=int, default=1, help="processes, one GPU each; a launcher's number wins")
     parser.add_argument("--repeats", type=int, default=20)
@@ -363,8 +372,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     say = (lambda line: print(line, file=sys.stderr, flush=True)) if rank == 0 else (lambda line: None)
     entries = []
     for name, shape in shapes.items():
-        key = Key(report.machine(), *shape, ep=size)
-        say(f"{name}: {shape}")
+        key = Key(report.machine(), *shape, ep=size, precision=options.precision)
+        say(f"{name}: {shape}, {options.precision}")
         entry = tune(key, device, num_sms, options.repeats, directions, say)
         entries.append({"key": vars(key), **entry})
         if rank == 0:
@@ -372,7 +381,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rank == 0 and options.json:
         print(json.dumps(entries, indent=1))
     elif rank == 0:
-        report.print_table(f"{report.headline()}, {size} ranks; written to {path}", [_line(entry) for entry in entries])
+        headline = f"{report.headline()}, {size} ranks, {options.precision}; written to {path}"
+        report.print_table(headline, [_line(entry) for entry in entries])
     sys.stdout.flush()
     if ranks.launched():
         os._exit(0)  # whatever a library still holds open must not keep a rank alive

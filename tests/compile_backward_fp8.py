@@ -17,10 +17,12 @@ CASES = {  # hidden, width, ranks, then flags
     "plain": (7168, 2048, 1, {}),
     "runs": (7168, 2048, 1, dict(RUN=4)),
     "frozen": (7168, 2048, 2, dict(NEED_EXPERTS=False)),
+    "quantized weight gradients": (7168, 2048, 1, dict(SNAP_COLUMNS=True, RUN=4)),
     "everything": (4096, 1024, 4, dict(RECOMPUTE=True, CARRY=True, CLAMP=True)),
     "odd sizes added": (2880, 1424, 2, dict(ACCUMULATE=True, CARRY=True, RECOMPUTE=True)),
 }
-JOBS = (("plain", 90), ("runs", 90), ("frozen", 90), ("everything", 90), ("odd sizes added", 90), ("everything", 100), ("everything", 103))
+JOBS = (("plain", 90), ("runs", 90), ("quantized weight gradients", 90), ("frozen", 90), ("everything", 90), ("odd sizes added", 90),
+        ("everything", 100), ("everything", 103))  # fmt: skip
 
 
 def argument_type(name: str, constants: dict[str, object]) -> str:
@@ -51,6 +53,7 @@ def argument_type(name: str, constants: dict[str, object]) -> str:
 def one(case: str, arch: int) -> dict[str, object]:
     hidden, width, ranks, flags = CASES[case]
     constants = constants_of(hidden, width, 0, ranks, flags) | dict(BLOCK=BLOCK, BLOCK_H=2 * PLAN.block_h)
+    constants.setdefault("SNAP_COLUMNS", False)
     if constants["RECOMPUTE"]:
         for name in ("ring_x_desc", "gate_desc", "up_desc"):
             constants.pop(name, None)

@@ -48,9 +48,11 @@ PLAN = BackwardPlan(num_sms=2, ring_tiles=4, group_tiles=1, parts=2, run=2, bloc
 ALL = Needs()
 
 
-def expected(problem: Problem, d_y: Tensor, clamp: float | None = None, shared_clamp: float | None = None) -> Result:
+def expected(
+    problem: Problem, d_y: Tensor, clamp: float | None = None, shared_clamp: float | None = None, quantized_weight_gradients: bool = False
+) -> Result:
     """By the executor in the same recipe; the shared experts by its rows, their d_x added as the first term of the sum."""
-    host = HostProblem(virtual_ranks(1)[0], Tuning(), problem.experts, clamp, Recipe("fp8"))
+    host = HostProblem(virtual_ranks(1)[0], Tuning(), problem.experts, clamp, Recipe("fp8", quantized_weight_gradients))
     inputs = Inputs(problem.x_TH, problem.ids_TK, problem.weights_TK, problem.gate_EIH, problem.up_EIH, problem.down_EHI)
     nothing = problem.x_TH.new_empty(0, problem.gate_EIH.shape[1])
     d_x, d_weights, experts = run_backward(host, inputs, nothing, nothing, d_y, (True, True, True))
@@ -86,7 +88,7 @@ def nothing_saved(problem: Problem, part: slice) -> Saved:
 def run(
     problem: Problem, d_y: Tensor, ranks: int = 1, plan: BackwardPlan = PLAN, needs: Needs = ALL, clamp: float | None = None,
     shared_clamp: float | None = None, saved: list[Saved] | None = None, mains: tuple[Tensor, ...] | None = None,
-    shared_mains: tuple[Tensor, ...] | None = None, **disturb,
+    shared_mains: tuple[Tensor, ...] | None = None, quantized_weight_gradients: bool = False, **disturb,
 ) -> Result:  # fmt: skip
     """The whole backward on R virtual ranks, the programs of all ranks at the same time. `saved`, one per rank, is taken from a forward."""
     workspaces = make_workspaces(problem, ranks)
@@ -110,7 +112,7 @@ def run(
             of_shared.append(call)
         call = launch_backward_fp8.prepare(
             workspace, rows, kept, weights, problem.gate_EIH[mine], problem.up_EIH[mine], problem.down_EHI[mine], clamp, needs,
-            tuple(m[mine] for m in mains) if mains else None, plan,
+            tuple(m[mine] for m in mains) if mains else None, plan, quantized_weight_gradients=quantized_weight_gradients,
         )  # fmt: skip
         share(workspace, call)
         call.order.write(2)
@@ -227,6 +229,31 @@ def case_half_tiles():
             first = got
             assert_near(first, expected(problem, d_y, 0.5))
         assert_equal(got, first, (ranks, half_tiles, ring, kept))
+
+
+def case_quantized_weight_gradients():
+    """Blocks of a tile's 128 rows, which half tiles, parts, ranks, ring and saved rows do not move; all else has the bits it has without.
+
+    An expert of two tiles, a value that is large in its column, an empty expert.
+    """
+    routes = [3, 140, 0]
+    problem = Problem(10, sum(routes), 144, 32, len(routes), 1)
+    ids = torch.repeat_interleave(torch.arange(len(routes)), torch.tensor(routes))
+    problem.ids_TK = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(8))].view(-1, 1)
+    problem.weights_TK = torch.rand(problem.ids_TK.shape) + 0.5
+    problem.x_TH[:, 17] *= 2.0**-12
+    problem.x_TH[5, 17] = 1.0
+    d_y = make_d_y(problem)
+    tall = replace(PLAN, block_m=128, block_k=64, ring_tiles=16)
+    plain = run(problem, d_y, plan=tall)
+    first = run(problem, d_y, plan=replace(tall, half_tiles=False, parts=1), quantized_weight_gradients=True)
+    assert_near(first, expected(problem, d_y, quantized_weight_gradients=True), 1e-3)
+    assert torch.equal(first.d_x, plain.d_x) and torch.equal(first.d_weights, plain.d_weights)
+    assert not torch.equal(first.down, plain.down) and not first.down[2].any()
+    forward = dataclasses.replace(interpreted_fp8.PLAN, block_m=128, ring_tiles=8)
+    saved = saved_by_forward(problem, 1024, 2, None, forward)
+    got = run(problem, d_y, 2, replace(tall, ring_tiles=2, parts=4), saved=saved, quantized_weight_gradients=True)
+    assert_equal(got, first, "two ranks")
 
 
 def case_needs():

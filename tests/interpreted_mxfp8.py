@@ -42,11 +42,10 @@ PLANS = {
 
 def make_workspaces(problem: Problem, ranks: int) -> list[Workspace]:
     most = max(part.stop - part.start for part in problem.split(ranks))
-    layout = memory.regions(most, problem.hidden, problem.experts, problem.top_k, ranks)
+    layout = memory.regions(most, problem.hidden, problem.experts, problem.top_k, ranks, bf16=False)
     views = memory.virtual_memory([*layout, *memory.quantized_regions(most, problem.hidden, MX_ROW)], ranks, CPU)
     for view in views:
         view.own["combine"].fill_(float("nan"))
-        view.own["x"].fill_(float("nan"))
         view.own["x_e4m3"].fill_(formats.E4M3_NAN)
         view.own["x_scale"].fill_(formats.E8M0_NAN)
     return [Workspace(view, most, problem.hidden, problem.top_k, CPU, 120.0, num_sms=2) for view in views]

@@ -182,39 +182,92 @@ def test_tuning_replace_checks_again():
         small.replace(macrobatch=200)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "mxfp8"])
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("shared", [{}, dict(num_shared_experts=1, shared_gate=True)])
+@pytest.mark.parametrize("shared", [{}, dict(num_shared_experts=1, shared_gate=True), dict(num_shared_experts=4)])
 @pytest.mark.parametrize("knobs", [{}, dict(minibatch=128, macrobatch=384, saved_rows=256)])
-def test_gpu_memory_is_what_the_kernels_take(ranks, shared, knobs):
+def test_gpu_memory_is_what_the_kernels_take(ranks, shared, knobs, precision, monkeypatch):
     """Allocated here as for a launch, without one. The lists' share is larger than ever in these small shapes."""
     pytest.importorskip("triton")
-    from mok.kernels import launch, launch_backward, memory, schedule
+    from mok import quantize
+    from mok.kernels import launch, launch_backward, launch_backward_fp8, launch_backward_mxfp8, launch_fp8, launch_mxfp8, memory, schedule
     from mok.kernels.autograd import rows_to_save
     from mok.kernels.launch import ForwardPlan
     from mok.kernels.launch_backward import BackwardPlan
 
+    made = []
+
+    def zeros(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(*size, dtype=dtype)
+
+    def quantized(x, block, tcgen05=False, **_) -> quantize.Quantized:
+        scale = zeros(*quantize.scale_shape(x.shape, block), dtype=torch.uint8)
+        made.append(quantize.Quantized(zeros(*x.shape, dtype=quantize.E4M3), quantize.to_tcgen05(scale) if tcgen05 else scale))
+        return made[-1]
+
+    for module in (launch_fp8, launch_mxfp8, launch_backward_fp8, launch_backward_mxfp8):
+        monkeypatch.setattr(module, "quantize", quantized)
+    for module in (launch_backward_fp8, launch_backward_mxfp8):
+        monkeypatch.setattr(module, "quantize_into", lambda x, block, values, scale, *_: made.append((values, scale)))
     tokens, hidden, width, experts, top_k, cpu = 700, 512, 768, 6, 3, torch.device("cpu")
     config = MoEConfig(hidden_size=hidden, intermediate_size=width, num_experts=experts, top_k=top_k, **shared)
-    tuning = Tuning(**knobs)
-    local = experts // ranks
-    view = memory.virtual_memory(memory.backward_regions(tokens, hidden, experts, top_k, ranks), ranks, cpu)[0]
-    workspace = launch.Workspace(view, tokens, hidden, top_k, cpu, num_sms=132)
+    tuning, bf16, mxfp8 = Tuning(**knobs), precision == "bf16", precision == "mxfp8"
+    local, shared_width = experts // ranks, config.shared_width
+    view = memory.virtual_memory(memory.layer_regions(precision, tokens, hidden, experts, top_k, ranks), ranks, cpu)[0]
+    workspace, of_blackwell = (launch.Workspace(view, tokens, hidden, top_k, cpu, num_sms=132) for _ in range(2))
     rows = schedule.empty_schedule(schedule.max_tiles(tokens, top_k, ranks, local), local, cpu)
-    zeros = lambda *size: torch.zeros(*size, dtype=torch.bfloat16)  # noqa: E731
     x, weights = zeros(tokens, hidden), torch.zeros(tokens, top_k)
     matrices = zeros(local, width, hidden), zeros(local, width, hidden), zeros(local, hidden, width)
-    of_shared = (zeros(width, hidden), zeros(width, hidden), zeros(hidden, width)) if shared else None
+    of_shared = (zeros(shared_width, hidden), zeros(shared_width, hidden), zeros(hidden, shared_width)) if shared else None
     saved_rows = rows_to_save(tuning, tokens, top_k, ranks, local)
     tiles, ring = tuning.minibatch // TILE_M, tuning.macrobatch // TILE_M
     plan = ForwardPlan(minibatch_tiles=min(tiles, 16), ring_tiles=ring, parts=8)
-    _, saved, _ = launch.kernel_arguments(
-        workspace, rows, x, *matrices, of_shared, None, None, saved_rows, True, plan, hidden, width
-    )  # fmt: skip
-    launch_backward.prepare(workspace, rows, saved, x, x, weights, *matrices, of_shared, plan=BackwardPlan(ring_tiles=ring, run=1, parts=8))
+    backward_plan = BackwardPlan(ring_tiles=ring, run=1, parts=8)
     size = lambda tensors: sum(tensor.numel() * tensor.element_size() for tensor in tensors)  # noqa: E731
-    limit = config.gpu_memory(tokens, ranks, tuning)
-    taken = size([view.buffer, *workspace.scratch.values()])
+    weights_at_once, needs = 0, launch_backward.Needs()
+    if precision == "fp8":
+        quantized_experts = launch_fp8.QuantizedExperts.of(*matrices)
+        _, saved = launch_fp8.kernel_arguments(workspace, rows, quantized_experts, None, saved_rows, True, plan)
+        weights_at_once = size([tensor for pair in quantized_experts for tensor in pair])
+        made.clear()
+        launch_backward_fp8.prepare(workspace, rows, saved, weights, *matrices, plan=backward_plan)
+        joined = made[1][1].numel() * 2  # the codes of gate and up in one
+        weights_at_once = max(weights_at_once, size([tensor for pair in made for tensor in pair]) + joined)
+        shared_saved = (zeros(tokens, max(shared_width, 8)),) * 2
+        if of_shared:
+            _, _, shared_saved, _ = launch_fp8.shared_arguments(workspace, rows, x, of_shared, None, True, plan)
+            launch_backward_fp8.prepare_shared(workspace, rows, shared_saved, x, x, weights, of_shared, None, needs, None, backward_plan)
+            shared_saved = shared_saved.shared_gate_TS, shared_saved.shared_up_TS
+        saved = launch.Saved(saved.gate_CI, saved.up_CI, *shared_saved)
+    else:
+        _, saved, _ = launch.kernel_arguments(
+            workspace, rows, x, *matrices, of_shared, None, None, saved_rows, True, plan, hidden, width, mxfp8=mxfp8
+        )  # fmt: skip
+        again = matrices[:2] if mxfp8 and launch_backward_mxfp8.may_be_unsaved(rows, saved) else None
+        launch_backward.prepare(
+            workspace, rows, saved, x, x, weights, *matrices, of_shared, plan=backward_plan, mxfp8=mxfp8, gate_up_again=again
+        )  # fmt: skip
+        if mxfp8:
+            weights_at_once = size(matrices) + size(again or ())
+            launch_mxfp8.kernel_arguments(
+                of_blackwell, rows, launch_mxfp8.MxExperts.of(*matrices), None, saved_rows, True, plan
+            )  # fmt: skip
+            assert size([tensor for pair in made for tensor in pair]) < weights_at_once
+            made.clear()
+            numbers = launch_backward_mxfp8.MxTransposed.of(*matrices)
+            launch_backward_mxfp8.prepare(of_blackwell, rows, saved, weights, *matrices, numbers, None, needs, None, backward_plan)
+            assert size([tensor for pair in made for tensor in pair]) < weights_at_once
+            if of_shared:
+                launch_fp8.shared_arguments(of_blackwell, rows, x, of_shared, None, True, plan)
+                launch_backward_fp8.prepare_shared(of_blackwell, rows, saved, x, x, weights, of_shared, None, needs, None, backward_plan)
+    limit = config.gpu_memory(tokens, ranks, tuning, precision)
+    taken = size([view.buffer]) + max(size(each.scratch.values()) for each in (workspace, of_blackwell))
     assert 0.9 * limit.workspace < taken <= limit.workspace
-    kept = size([*vars(saved).values(), *vars(rows).values()]) + (x.numel() * 2 if shared else 0)
+    kept = size([*vars(saved).values(), *vars(rows).values()]) + (x.numel() * 2 if config.shared_gate else 0)
     assert 0.9 * limit.kept < kept <= limit.kept
+    results = 2 * size([x]) + size([weights]) + (size([x]) if shared else 0)
+    assert results + weights_at_once == limit.passing
     assert limit.total == limit.workspace + limit.kept + limit.passing
+    if not bf16:
+        with pytest.raises(ValueError, match="precision='fp4': must be one of bf16, mxfp8, fp8"):
+            config.gpu_memory(tokens, precision="fp4")

@@ -22,6 +22,8 @@ from torch import Tensor
 import mok
 from mok import executor, functional, reference
 from mok.functional import MoKConfig, MoKForwardContext, MoKSchedule, MoKWorkspace
+from mok.ops import mxfp8_quantize
+from mok.quantize import FP8_SQUARE, Quantized, quantize
 
 CPU = torch.device("cpu")
 CONFIG = MoKConfig(minibatch_size=128, macrobatch_size=512, num_sms=2, saved_rows=128)
@@ -61,7 +63,7 @@ class Problem:
 
         tokens, hidden = self.x.shape
         top_k = self.ids.shape[1]
-        inner = ops.make_workspace(None, CPU, tokens, hidden, top_k, functional.MAX_EXPERTS, 30.0, 2)
+        inner = ops.make_workspace(None, CPU, tokens, hidden, top_k, functional.MAX_EXPERTS, 30.0, 2, None)
         return MoKWorkspace(inner, None, 0, 1, CPU, tokens, hidden, top_k)
 
     def run(self, config: MoKConfig = CONFIG, context: Callable[..., MoKForwardContext] | None = None, **options) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
@@ -224,6 +226,91 @@ def case_few_tokens() -> None:
     assert_equal({"out": out, **whole.gradients(CONFIG, workspace, schedule, context, whole.d_out)}, whole.run())
 
 
+def pairs_of(problem: Problem, form: str, backward: bool = False) -> list[tuple[Tensor, ...]]:
+    """Gate, up and down, quantized beforehand for a forward or a backward."""
+    if form == "fp8":
+        return [tuple(quantize(weight, FP8_SQUARE)) for weight in problem.routed]
+    gate, up, down = (mxfp8_quantize(weight, scale_layout=form) for weight in problem.routed)  # type: ignore[arg-type]
+    return [gate, up, down[2:]] if backward else [gate[:2], up[:2], down[:2]]
+
+
+def by_layer(problem: Problem, precision: str) -> dict[str, Tensor]:
+    """Output and gradients by the operators of `mok.MoE`, which quantize weights themselves."""
+    from mok.kernels import autograd
+
+    tensors = (problem.x, problem.weights, *problem.routed, *problem.shared)
+    leaves = [t.clone().requires_grad_() for t in tensors if t is not None]
+    x, weights, *matrices = leaves
+    tuning = mok.Tuning(num_sms=1, minibatch=256, macrobatch=256)
+    shared = tuple(matrices[3:]) or None
+    out, _ = autograd.layer(
+        x, problem.ids, weights, tuple(matrices[:3]), shared, None, None, [], [], problem.experts, problem.limit, problem.limit, None,
+        tuning, precision,
+    )  # fmt: skip
+    out.backward(problem.d_out)
+    return {"out": out.detach(), **dict(zip(NAMES, [leaf.grad for leaf in leaves], strict=False))}
+
+
+def case_prequantized() -> None:
+    """FP8, MXFP8 and bf16 take turns in one workspace: each has the bits of a layer of its own that quantizes."""
+    problem = Problem(hidden=112, width=48, shared_width=16, limit=0.5)
+    want = {precision: by_layer(problem, precision) for precision in ("bf16", "fp8", "mxfp8")}
+    assert not torch.equal(want["fp8"]["out"], want["bf16"]["out"])
+    workspace = problem.workspace()
+    for form in ("fp8", "bf16", "tcgen05"):
+        poison(workspace)
+        schedule = functional.build_schedule(workspace, CONFIG, problem.ids, problem.experts)
+        head = (CONFIG, workspace, schedule)
+        routed, turned = (list(problem.routed) if form == "bf16" else pairs_of(problem, form, backward) for backward in (False, True))
+        rest = (problem.x, problem.weights, *problem.shared)
+        out, context = functional.forward(*head, *rest, *routed, problem.limit)
+        if form in ("fp8", "tcgen05"):
+            context = functional.recompute_forward_context(*head, problem.x, *problem.shared[:2], *routed[:2], problem.limit)
+        poison(workspace)
+        values = functional.backward(*head, context, problem.d_out, *rest, *turned, problem.limit)
+        assert_equal({"out": out, **dict(zip(NAMES, values, strict=True))}, want[form if form in want else "mxfp8"])
+
+    def step(ids: Tensor, x: Tensor, d_out: Tensor, routed: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        head = (CONFIG, workspace, functional.build_schedule(workspace, CONFIG, ids, problem.experts))
+        rest = (x, problem.weights, *problem.shared, *routed, problem.limit)
+        out, context = functional.forward(*head, *rest)
+        return out, *functional.backward(*head, context, d_out, *rest)  # type: ignore[return-value]
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    values = compiled(problem.ids, problem.x, problem.d_out, pairs_of(problem, "fp8"))
+    assert_equal(dict(zip(("out", *NAMES), values, strict=True)), want["fp8"])
+
+
+def case_prequantized_for_blackwell() -> None:
+    """The forms its tensor cores take, from both layouts, filled up matrices among them, are those of quantizing; and those of Hopper's."""
+    from mok.kernels.launch_backward_mxfp8 import MxTransposed, WideTransposed, joined, stacked
+    from mok.kernels.launch_mxfp8 import MxExperts, WideExperts, tiled
+
+    bits = lambda t: (t,) if isinstance(t, Tensor) else (t.values.view(torch.uint8), t.scale)  # noqa: E731
+    problem = Problem(hidden=144, width=80)
+    for layout in ("plain", "tcgen05"):
+        pairs, turned = ([Quantized(*pair[-2:]) for pair in pairs_of(problem, layout, backward)] for backward in (False, True))
+        both = [(form.of_quantized(*pairs), form.of(*problem.routed)) for form in (MxExperts, WideExperts)]
+        both += [(form.of_quantized(*turned), form.of(*problem.routed)) for form in (MxTransposed, WideTransposed)]
+        both += [([joined(*map(tiled, pairs[:2]))], [stacked(*problem.routed[:2])])]
+        for a, b in ((a, b) for got, want in both for a, b in zip(got, want, strict=True)):
+            assert all(torch.equal(one, other) for one, other in zip(bits(a), bits(b), strict=True)), (layout, a, b)
+
+
+def case_prequantized_main_grads() -> None:
+    problem = Problem(shared_width=48)
+    workspace = problem.workspace()
+    schedule = functional.build_schedule(workspace, CONFIG, problem.ids, problem.experts)
+    head, rest = (CONFIG, workspace, schedule), (problem.x, problem.weights, *problem.shared)
+    pairs = pairs_of(problem, "fp8")
+    _, context = functional.forward(*head, *rest, *pairs)
+    plain = functional.backward(*head, context, problem.d_out, *rest, *pairs)
+    mains = [torch.zeros(w.shape) for w in (*problem.routed, *problem.shared)]
+    got = functional.backward(*head, context, problem.d_out, *rest, *pairs, main_grads=mains)
+    assert torch.equal(got[0], plain[0]) and torch.equal(got[1], plain[1]) and got[2:] == (None,) * 6
+    assert all(torch.equal(main.bfloat16(), gradient) for main, gradient in zip(mains, plain[2:], strict=True))
+
+
 class Layer(torch.autograd.Function):
     """How a caller makes the API differentiable."""
 
@@ -254,6 +341,7 @@ def case_compiled_whole() -> None:
         return out, *functional.backward(CONFIG, workspace, schedule, context, 3 * d_out, *arguments)
 
     x = problem.x.clone().requires_grad_()
+    torch._dynamo.utils.counters.clear()
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for ids in (problem.ids, torch.full_like(problem.ids, 1)):
         want, got = step(ids, x, problem.d_out), compiled(ids, x, problem.d_out)
@@ -294,6 +382,13 @@ def case_operators_keep_their_word() -> None:
         torch.library.opcheck(ops.gpu_backward, arguments, test_utils=tests)
     arguments = (problem.x, *problem.routed[:2], *problem.shared[:2], rows, number, None, 1.0, plan)
     torch.library.opcheck(ops.gpu_shared_gate_up, arguments, test_utils=tests)
+    pairs = [list(pair) for pair in pairs_of(problem, "fp8")]
+    head = (problem.x, problem.ids, problem.weights, *pairs)
+    arguments = (*head, *problem.shared, rows, "fp8", number, 1, None, 1.0, 128, plan)
+    torch.library.opcheck(ops.gpu_forward_prequantized, arguments, test_utils=tests[1:])  # the other one cannot compare E4M3
+    for mains in (sums, ([], [])):
+        arguments = (problem.d_out, *head, *problem.shared, *mains, rows, kept, "fp8", number, 1, None, 1.0, plan)
+        torch.library.opcheck(ops.gpu_backward_prequantized, arguments, test_utils=tests[1:])
 
 
 def case_refusals() -> None:
@@ -320,7 +415,7 @@ def case_refusals() -> None:
 
     mains = [torch.zeros(w.shape) for w in (*routed, *shared)]
     swapped = [*mains[:2], mains[0], *mains[3:]]
-    on_cpu = dict(device="cpu", num_local_tokens=1, hidden_size=16, topk=1)
+    on_meta = dict(device="meta", num_local_tokens=1, hidden_size=16, topk=1)
     cases: list[tuple[str, Callable[[], object]]] = [
         ("config: must be a MoKConfig, not Tuning", lambda: forward(*problem.layer, config=mok.Tuning())),
         ("workspace: must be a MoKWorkspace, not Workspace", lambda: forward(*problem.layer, space=workspace.inner)),
@@ -355,7 +450,7 @@ def case_refusals() -> None:
         ("main_grads: 3 tensors, must be 6, one for each weight", lambda: backward(*problem.layer, main_grads=mains[:3])),
         ("main_grads[0].dtype=torch.bfloat16: must be torch.float32", lambda: backward(*problem.layer, main_grads=[*routed, *shared])),
         ("main_grads[2].shape=(2, 32, 64): must be (2, 64, 32)", lambda: backward(*problem.layer, main_grads=swapped)),
-        ("device=cpu: must be a CUDA device", lambda: functional.create_workspace(CONFIG, **on_cpu)),
+        ("device=meta: must be a CUDA device or the CPU", lambda: functional.create_workspace(CONFIG, **on_meta)),
         ("minibatch_size=100: must be a multiple of 128", lambda: MoKConfig(minibatch_size=100)),
         ("macrobatch_size=4097", lambda: MoKConfig(macrobatch_size=4097)),
     ]  # fmt: skip

@@ -17,6 +17,7 @@ CASES = {  # hidden, width, experts, K, shared width, clamp, gated, a term in pl
     "term, fp8": (144, 48, 4, 2, 0, None, False, True, "fp8"),
     "gated shared, clamp, mxfp8": (144, 80, 5, 3, 80, 1.0, True, False, "mxfp8"),
     "term, mxfp8": (80, 48, 4, 2, 0, None, False, True, "mxfp8"),
+    "term, fp8, quantized weight gradients": (144, 48, 4, 2, 0, None, False, True, "fp8"),
 }
 
 
@@ -29,15 +30,15 @@ def test_agrees_with_the_cpu_layer(name):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on Linux")
-@pytest.mark.parametrize("what", ["refuse", "mxfp8"])
-def test_without_gradients(what):
+@pytest.mark.parametrize("what", ["refuse", "mxfp8", "stale"])
+def test_more_of_the_formats(what):
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, __file__, what], env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def refuse() -> None:
-    """Quantized weight gradients where there are weight gradients."""
+    """Quantized weight gradients of MXFP8, where there are weight gradients."""
     import torch
 
     import mok
@@ -49,13 +50,62 @@ def refuse() -> None:
     routed = (bf16(2, 16, 64), bf16(2, 16, 64), bf16(2, 64, 16))
     rest, tuning = (None, (None, None, None), 2, None), mok.Tuning(num_sms=2, minibatch=128, macrobatch=512)
     x.requires_grad_()
-    both = Recipe("fp8", quantized_weight_gradients=True)
+    both = Recipe("mxfp8", quantized_weight_gradients=True)
     out, _ = _routed_gpu(Inputs(x, ids, weights, *routed), *rest, both, _Group.of(None), tuning)
     out.sum().backward()
     assert x.grad.isfinite().all()
     routed[1].requires_grad_()
-    with pytest.raises(ValueError, match="quantized_weight_gradients=True: must be False on a GPU"):
+    with pytest.raises(ValueError, match="quantized_weight_gradients=True: must be False with precision='mxfp8' on a GPU"):
         _routed_gpu(Inputs(x, ids, weights, *routed), *rest, both, _Group.of(None), tuning)
+
+
+def stale() -> None:
+    """After each way of changing weights, the output, and d_x once, have the bits of a call on copies of them in new memory."""
+    import torch
+
+    import mok
+    from mok.layer import Inputs, _Group, _routed_gpu
+    from mok.quantize import Recipe
+
+    torch.manual_seed(0)
+    bf16 = lambda *shape: torch.randn(*shape).bfloat16()  # noqa: E731
+    x, ids, weights = bf16(8, 64), torch.zeros(8, 1, dtype=torch.int64), torch.rand(8, 1)
+    tuning = mok.Tuning(num_sms=1, minibatch=128, macrobatch=512)
+    for precision in ("fp8", "mxfp8"):
+        routed = [torch.nn.Parameter(bf16(*shape)) for shape in ((1, 16, 64), (1, 16, 64), (1, 64, 16))]
+        seen: list[torch.Tensor] = []
+
+        def run(matrices, gradient, precision=precision):  # type: ignore[no-untyped-def]
+            leaf = x.clone().requires_grad_(gradient)
+            with torch.set_grad_enabled(gradient):
+                inputs = Inputs(leaf, ids, weights, *matrices)
+                out, _ = _routed_gpu(inputs, None, (None,) * 3, 1, None, Recipe(precision), _Group.of(None), tuning)
+            if gradient:
+                out.float().square().sum().backward()
+            return out.detach(), leaf.grad
+
+        def check(gradient: bool = False, routed=routed, run=run, seen=seen) -> None:
+            copies = [matrix.detach().clone().requires_grad_() for matrix in routed]
+            (out, d_x), (want, d_want) = run(routed, gradient), run(copies, gradient)
+            assert torch.equal(out, want) and (d_x is None or torch.equal(d_x, d_want))
+            assert not seen or not torch.equal(out, seen[-1]), "the change had no effect"
+            seen.append(out)
+
+        check()
+        for parameter in routed:
+            parameter.grad = torch.randn_like(parameter)
+        torch.optim.SGD(routed, lr=0.5).step()
+        check()
+        version = routed[2]._version
+        routed[2].data.copy_(bf16(1, 64, 16))
+        assert routed[2]._version == version, "nothing but the memory says so"
+        check(gradient=True)
+        old = routed[1].data
+        routed[1].data = bf16(1, 16, 64)
+        check()
+        old.copy_(bf16(1, 16, 64))
+        routed[1] = torch.nn.Parameter(old)  # another parameter at the first one's address
+        check()
 
 
 def compare_mxfp8() -> None:
@@ -97,6 +147,7 @@ def compare(name: str) -> None:
     from mok.kernels import autograd
 
     hidden, width, num_experts, top_k, shared_width, clamp, gated, with_term, precision = CASES[name]
+    both = "quantized weight gradients" in name
     tokens, tuning = 70, mok.Tuning(num_sms=2, minibatch=128, macrobatch=512, saved_rows=256)
     torch.manual_seed(0)
 
@@ -126,7 +177,7 @@ def compare(name: str) -> None:
         shared = tuple(leaves[key] for key in ("shared_gate", "shared_up", "shared_down")) if shared_width else None
         return autograd.layer(
             leaves["x"], ids, leaves["weights"], experts, shared, leaves.get("scale"), leaves.get("term"), mains[:3], mains[3:],
-            num_experts, clamp, None, None, tuning, precision,
+            num_experts, clamp, None, None, tuning, precision, both,
         )  # fmt: skip
 
     if gated:
@@ -144,7 +195,7 @@ def compare(name: str) -> None:
     if gated:
         first = first * want["scale"][:, None]
     weights = (want["weights"], want["gate"], want["up"], want["down"])
-    expected = mok.moe(want["x"], ids, *weights, shared=first, clamp=clamp, precision=precision)
+    expected = mok.moe(want["x"], ids, *weights, shared=first, clamp=clamp, precision=precision, quantized_weight_gradients=both)
     expected.backward(d_out)
 
     assert counts.tolist() == torch.bincount(ids[ids >= 0], minlength=num_experts).tolist()
@@ -164,5 +215,8 @@ def compare(name: str) -> None:
 
 
 if __name__ == "__main__":
-    others = {"refuse": refuse, "mxfp8": compare_mxfp8}
+    from interpret import patch_once
+
+    patch_once()
+    others = {"refuse": refuse, "mxfp8": compare_mxfp8, "stale": stale}
     others[sys.argv[1]]() if sys.argv[1] in others else compare(sys.argv[1])

@@ -81,6 +81,36 @@ def interpreted() -> None:
             same(kernels.quantize(given, MX_ROW, tcgen05=True), (values, to_tcgen05(scale)))
     with pytest.raises(ValueError, match=r"block=\(1, 128\): must be \(1, 32\)"):
         kernels.quantize(x, FP8_ROW, tcgen05=True)
+    # and back: every code with all scales, then shapes that are no multiples
+    codes = torch.arange(256, dtype=torch.uint8)
+    values, scale = codes.repeat(256, 1).view(torch.float8_e4m3fn), codes[:, None].repeat(1, 8)
+    for block in (MX_ROW, FP8_ROW):
+        got, want = (t.nan_to_num(nan=-1) for t in (kernels.widen(values, scale[:, : 256 // block[1]].contiguous(), block),
+                                                    dequantize(values, scale[:, : 256 // block[1]], block, torch.bfloat16)))  # fmt: skip
+        large = want.abs() >= 2**-126  # smaller ones the interpreter rounds otherwise
+        assert torch.equal(got[large], want[large])
+        for shape in ((3, 130, 80), (1, 16), (2, 0, 32)):
+            pair = quantize(torch.randn(shape), block)
+            wide = kernels.widen(*pair, block, torch.tensor([5], dtype=torch.int32), 5)
+            assert torch.equal(wide, dequantize(*pair, block, torch.bfloat16))
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (64, 1), (1, 1, 64)])
+def test_strides_that_address_nothing_do_not_reach_the_kernel(shape, monkeypatch):
+    """It is compiled for strides; a single row or column may have any."""
+    pytest.importorskip("triton")
+    from mok.kernels import quantize as kernels
+
+    calls = []
+
+    class Recorder:
+        def __getitem__(self, grid):  # type: ignore[no-untyped-def]
+            return lambda *arguments, **options: calls.append((grid, arguments[4:], options))
+
+    monkeypatch.setattr(kernels, "quantize_kernel", Recorder())
+    for x in (torch.zeros(shape), torch.zeros(64).as_strided(shape, [1 if size > 1 else 7 for size in shape])):
+        kernels.quantize(x, FP8_ROW)
+    assert len(calls) == 2 and calls[0] == calls[1]
 
 
 CASES = {
@@ -118,6 +148,30 @@ def test_compiles_to_wide_accesses_without_spills(case, arch):
     assert ptx.count("ld.global.v4.b32") == 8 and ptx.count("ld.global") == 8 + constants["COUNTED"]
     assert ptx.count("st.global.v4.b32") == 4 and ptx.count("st.global.v4") == 4  # beside those of the scales
     assert ptx.count("cvt.rn.satfinite.e4m3x2.f32") == 32
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([str(CUOBJDUMP), "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
+    assert "STACK:0 " in usage
+
+
+@pytest.mark.parametrize("arch", [90, 100, 103])
+def test_widening_compiles_without_spills(arch):
+    triton = pytest.importorskip("triton")
+    from compile_kernels import CUOBJDUMP
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from mok.kernels.quantize import TILE, widen_kernel
+
+    constants = dict(COLUMNS=32, COUNTED=False, TILE=TILE)
+    pointers = dict(values_ptr="*u8", scale_ptr="*u8", out_ptr="*bf16", count_ptr="*i32")
+    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in widen_kernel.arg_names}
+    sixteens = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if name not in (*constants, "M", "least")}
+    compiled = triton.compile(
+        ASTSource(widen_kernel, signature, constants, sixteens), target=GPUTarget("cuda", arch, 32), options=dict(num_warps=8)
+    )
+    assert compiled.asm["ptx"].count("ld.global.v4.b32") == 4, "128 * 128 bytes by 256 threads, 16 bytes at a time"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

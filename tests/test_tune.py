@@ -47,16 +47,19 @@ def test_the_fields_and_defaults_are_the_plans():
     assert tune.SHIPPED.name in project["tool"]["setuptools"]["package-data"]["mok"]
 
 
-def test_layers_take_the_choice_within_what_they_are_told():
-    """Once per process: a file that is written later is not looked at again."""
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "mxfp8"])
+def test_layers_take_the_choice_within_what_they_are_told(precision):
+    """That of their precision, once per process: a file that is written later is not looked at again."""
     pytest.importorskip("triton")
     from mok.kernels import launch, memory, ops
 
     tokens, hidden, width, experts, top_k, cpu = 100, 64, 48, 4, 2, torch.device("cpu")
-    key = Key("cpu", tokens, hidden, width, experts, top_k)
+    key = Key("cpu", tokens, hidden, width, experts, top_k, precision=precision)
     store(tune.cache_file(), key, {"forward": {"minibatch_tiles": 24, "parts": 8}, "backward": {"run": 2}, "ms": {}})
-    view = memory.virtual_memory(memory.backward_regions(tokens, hidden, experts, top_k, 1), 1, cpu)[0]
-    workspace = launch.Workspace(view, tokens, hidden, top_k, cpu, num_sms=2)
+    for other in {"bf16", "fp8", "mxfp8"} - {precision}:
+        store(tune.cache_file(), dataclasses.replace(key, precision=other), {"forward": {"parts": 2}, "backward": {}, "ms": {}})
+    view = memory.virtual_memory(memory.layer_regions(precision, tokens, hidden, experts, top_k, 1), 1, cpu)[0]
+    workspace = launch.Workspace(view, tokens, hidden, top_k, cpu, num_sms=2, precision=precision)
     ops._choice.cache_clear()
     forward, backward = ops.plans(workspace, [5, 32, 64], width, experts)
     assert forward == launch.ForwardPlan(num_sms=5, minibatch_tiles=24, ring_tiles=64, parts=8)
@@ -175,16 +178,18 @@ def test_who_is_asked_first(monkeypatch, tmp_path):
     assert tuned(KEY, SMS) == tune.Choice({"parts": 8}, {"run": 4}, "tuned")
 
 
-def test_the_command_on_this_machine(tmp_path):
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "mxfp8"])
+def test_the_command_on_this_machine(tmp_path, precision):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    result = CliRunner().invoke(cli.app, ["tune", "--repeats", "1", "--shapes", "tiny,128x32x48x4x4"])
+    result = CliRunner().invoke(cli.app, ["tune", "--repeats", "1", "--shapes", "tiny,128x32x48x4x4", "--precision", precision])
     torch.set_num_threads(threads)
     assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "mok" / "tuned.json").read_text())
     assert [entry["key"]["T"] for entry in written["entries"]] == [128, 96]
     for entry in written["entries"]:
-        assert entry["key"]["gpu"] == "cpu" and set(entry["forward"]) == {"minibatch_tiles"} and entry["backward"] == {}
+        assert entry["key"]["gpu"] == "cpu" and entry["key"]["precision"] == precision
+        assert set(entry["forward"]) == {"minibatch_tiles"} and entry["backward"] == {}
         assert tuned(Key(**entry["key"]), 0).forward == entry["forward"]
     assert "written to" in result.output and "T96 H32 I48 E8 K2" in result.output
 
@@ -247,6 +252,7 @@ def test_what_the_command_refuses():
     for argument, message in (
         ("--shapes=huge", "--shapes=huge: must be some of"),
         ("--directions=up", "--directions=up: must be some of forward,backward"),
+        ("--precision=fp4", "invalid choice: 'fp4'"),
     ):
-        result = CliRunner().invoke(cli.app, ["tune", argument])
+        result = CliRunner().invoke(cli.app, ["tune", *argument.split()])
         assert result.exit_code == 2 and message in result.output

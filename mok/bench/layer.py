@@ -213,19 +213,24 @@ def backward_row(
     return row, _line(row, error, {label: ms[label] for label in extra}) + "".join(problems)
 
 
-def memory_limit(shape: Shape) -> float | None:
-    """GiB of `MoEConfig.gpu_memory` and of the experts' gradients; None for a slice of a layer, of fewer experts than choices."""
+def memory_limit(shape: Shape, precision: Precision = "bf16") -> float | None:
+    """GiB of `MoEConfig.gpu_memory` and of the experts' gradients; None for a slice of a layer, of fewer experts than choices.
+
+    A layer of a suite holds its quantized weights, of the backward and of the forward.
+    """
     if shape.K > shape.E:
         return None
     config = MoEConfig(hidden_size=shape.H, intermediate_size=shape.I, num_experts=shape.E, top_k=shape.K)
-    return round((config.gpu_memory(shape.T).total + 6 * shape.E * shape.H * shape.I) / 2**30, 2)
+    weights = 3 * shape.E * shape.H * shape.I
+    held = {"bf16": 0, "fp8": weights + weights // 128, "mxfp8": 2 * weights}[precision]  # and their codes, or in bf16
+    return round((config.gpu_memory(shape.T, precision=precision).total + held + 2 * weights) / 2**30, 2)
 
 
 def memory_row(name: str, problem: OneDevice, contestants: Sequence[TorchLayer]) -> Row:
     others = {rival.name: dict(gib=problem.extra_gib(rival)) for rival in contestants}
     return dict(
         suite="layer", shape=name, **problem.shape._asdict(), ep=1, precision=problem.precision, direction="memory",
-        gib=problem.extra_gib(), limit_gib=memory_limit(problem.shape) if problem.precision == "bf16" else None, baselines=others,
+        gib=problem.extra_gib(), limit_gib=memory_limit(problem.shape, problem.precision), baselines=others,
         saved=problem.saved,
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ from mok.kernels.launch import Workspace
 from mok.kernels.ops import KEPT, gpu_backward, gpu_forward, make_workspace, plan_of
 from mok.quantize import Precision
 
-_workspaces: dict[tuple[str, torch.device, int, int, int, Precision], Workspace] = {}
+_workspaces: dict[tuple[str, torch.device, int, int, int, Precision, bool], Workspace] = {}
 _groups: dict[str, weakref.ref[dist.ProcessGroup]] = {}
 
 
@@ -39,7 +39,7 @@ def _meet(group: dist.ProcessGroup) -> None:
 
 def workspace_for(
     group: dist.ProcessGroup | None, device: torch.device, tokens: int, hidden: int, top_k: int, num_experts: int, tuning: Tuning,
-    precision: Precision = "bf16",
+    precision: Precision = "bf16", quantized_weight_gradients: bool = False,
 ) -> Workspace:  # fmt: skip
     """The workspace that all layers of one group, H, K, E and format share. Its first use is collective and fixes the tokens that it can
     hold: `Tuning.max_tokens`, or else the most that any rank brings. A rank alone may bring more later; the ranks of a group may not.
@@ -50,7 +50,7 @@ def workspace_for(
     """
     if group is not None and not torch.compiler.is_compiling():
         _meet(group)
-    key = ("" if group is None else group.group_name, device, hidden, top_k, num_experts, precision)
+    key = ("" if group is None else group.group_name, device, hidden, top_k, num_experts, precision, quantized_weight_gradients)
     found = _workspaces.get(key)
     if found is not None and tokens <= found.max_tokens:
         return found
@@ -61,7 +61,8 @@ def workspace_for(
             "torch.compile: call the layer once before it is compiled, with as many tokens: that makes the memory of its group"
         )
     most = max(tokens, tuning.max_tokens or 0)
-    made = make_workspace(group, device, most, hidden, top_k, num_experts, tuning.timeout_s, tuning.num_sms, precision)
+    sizes, form = (most, hidden, top_k, num_experts), (precision, quantized_weight_gradients)
+    made = make_workspace(group, device, *sizes, tuning.timeout_s, tuning.num_sms, *form)
     if found is None:
         found = _workspaces[key] = made
     else:  # in place: calls that wait for their backward know it by its number
@@ -125,14 +126,15 @@ def layer(
     group: dist.ProcessGroup | None,
     tuning: Tuning,
     precision: Precision = "bf16",
+    quantized_weight_gradients: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """out [T, H] and the counts int64 [E] of the group's routes. Everything bf16 but ids (int64), weights and shared_scale (fp32).
 
-    precision: of the routed experts' products. term: see `gpu_forward`.
+    precision: of the routed experts' products. quantized_weight_gradients: in "fp8". term: see `gpu_forward`.
     main_grads, shared_main_grads: none, or 3 fp32 tensors like the routed and the shared experts.
     """
     tokens, top_k = ids.shape
-    workspace = workspace_for(group, x.device, tokens, x.shape[1], top_k, num_experts, tuning, precision)
+    workspace = workspace_for(group, x.device, tokens, x.shape[1], top_k, num_experts, tuning, precision, quantized_weight_gradients)
     inputs = [x, weights, *experts, *(shared or ()), *([] if shared_scale is None else [shared_scale])]
     several = workspace.memory.size > 1
     save = torch.is_grad_enabled() and (several or any(tensor.requires_grad for tensor in inputs))

@@ -7,7 +7,8 @@ stores it stores twice: d_gate, d_up and w h in bf16 for the weights' gradients,
 Every product with a weight makes two tiles of 128 columns with one reading of the other operand, as in `forward_fp8.py`, and the tensor
 cores read both operands along the contraction: H for dHid = dY Wd, I for d_gate Wg + d_up Wu. So the weights are given transposed (gate and
 up [H, I], down [I, H]); a block of 128 x 128 is the same block there, with the same scale. Weights' gradients are products of bf16, by the
-loops of `gradients.py`.
+loops of `gradients.py`. With SNAP_COLUMNS their operands are rounded to E4M3 with a power of two per tile and column before they are
+stored, which bf16 holds exactly: the sums are those of FP8 products that are promoted at every step.
 
 Legend: H hidden, I intermediate, K choices per token, R ranks.
 """
@@ -50,7 +51,7 @@ from mok.kernels.groups import (
     TICKET,
     take_ticket,
 )
-from mok.kernels.quantize import e4m3, inverse_of, scale_code, scale_of
+from mok.kernels.quantize import e4m3, e4m3_to_fp32, inverse_of, scale_code, scale_of, widened
 from mok.kernels.signals import X_FREE, announce, finish_copy_engine_stores, order_copy_engine
 from mok.kernels.trace import BEGIN, COMPUTED, DONE, READY, note, note_begin, note_end
 
@@ -58,6 +59,18 @@ GROUP = tl.constexpr(32)  # rows of a part of a pull
 
 
 # ---- pull ----
+
+
+@triton.jit
+def snapped_columns(x):
+    """bf16 rows [M, N] of one tile, each column one block -> the numbers that its E4M3 values and code stand for, in bf16.
+
+    Example: the column [448, 1, 0.3, -0.001] -> [448, 1, 0.3125, -0.001953125].
+    """
+    wide = widened(x)
+    code = scale_code(tl.max(wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
+    values = e4m3(wide * inverse_of(code)[None, :])
+    return (e4m3_to_fp32(values.to(tl.float8e4nv, bitcast=True)) * scale_of(code)[None, :]).to(tl.bfloat16)
 
 
 @triton.jit
@@ -79,9 +92,11 @@ def load_quantized(
 @triton.jit
 def store_pulled(
     values, codes, ring_ptr, scale_ring_ptr, wide_ring_ptr, rows, start,
-    KEEP: tl.constexpr, WIDEN: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr,
+    KEEP: tl.constexpr, WIDEN: tl.constexpr, SNAP: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+    TILED: tl.constexpr,
 ):  # fmt: skip
-    """A part into rows of the rings: with KEEP as it came, with WIDEN as bf16. TILED: codes as in `pull_scales`."""
+    """A part into rows of the rings: with KEEP as it came, with WIDEN as bf16, with SNAP by columns of these rows. TILED: codes as in
+    `pull_scales`."""
     BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     columns = start + tl.arange(0, BLOCK_H)
     to = rows.to(tl.int64)[:, None] * H + columns[None, :]
@@ -90,7 +105,10 @@ def store_pulled(
         tl.store(ring_ptr + to, values, mask=(columns < H)[None, :])
         store_codes(scale_ring_ptr, codes, rows[:, None], blocks[None, :], BLOCKS, TILED)
     if WIDEN:
-        tl.store(wide_ring_ptr + to, widened_blocks(values, codes, BLOCK), mask=(columns < H)[None, :])
+        wide = widened_blocks(values, codes, BLOCK)
+        if SNAP:
+            wide = snapped_columns(wide)
+        tl.store(wide_ring_ptr + to, wide, mask=(columns < H)[None, :])
 
 
 @triton.jit
@@ -98,35 +116,43 @@ def pull_task(
     tile, part, saved_tiles, d_y_ptr, d_y_ptrs, d_y_scale_ptr, d_y_scale_ptrs, x_ptr, x_ptrs, x_scale_ptr, x_scale_ptrs,
     weights_ptr, weights_ptrs, peer_rank_ptr, peer_token_idx_ptr, ring_d_y_ptr, ring_d_y_scale_ptr, wide_d_y_ptr,
     ring_x_ptr, ring_x_scale_ptr, wide_x_ptr, ring_weights_ptr, x_ready_ptr, ring,
-    H: tl.constexpr, K: tl.constexpr, R: tl.constexpr, RECOMPUTE: tl.constexpr, NEED_EXPERTS: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, R: tl.constexpr, RECOMPUTE: tl.constexpr, NEED_EXPERTS: tl.constexpr, SNAP: tl.constexpr,
     BLOCK_M: tl.constexpr, PARTS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
-    """Pull one part of a tile's rows into the rings; x only where something reads it."""
+    """Pull one part of a tile's rows into the rings; x only where something reads it. SNAP: a part of the columns, of all rows."""
     ROWS: tl.constexpr = BLOCK_M // PARTS
-    HIGH: tl.constexpr = min(GROUP, ROWS)
+    HIGH: tl.constexpr = BLOCK_M if SNAP else min(GROUP, ROWS)
+    HEIGHT: tl.constexpr = BLOCK_M if SNAP else ROWS
+    WIDE: tl.constexpr = BLOCK if SNAP else BLOCK_H
+    STEP: tl.constexpr = PARTS * WIDE if SNAP else WIDE
     row = tile * BLOCK_M + part * ROWS
     ring_row = (tile % ring) * BLOCK_M + part * ROWS
     pull_weights(weights_ptr, weights_ptrs, ring_weights_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row, R, ROWS)
-    for group in range(0, ROWS, HIGH):
+    first = 0
+    if SNAP:
+        row = tile * BLOCK_M
+        ring_row = (tile % ring) * BLOCK_M
+        first = part * WIDE
+    for group in range(0, HEIGHT, HIGH):
         rows = group + tl.arange(0, HIGH)
         source = tl.load(peer_rank_ptr + row + rows)
         slot = tl.load(peer_token_idx_ptr + row + rows)
         live = source >= 0
-        for start in range(0, H, BLOCK_H):
+        for start in range(first, H, STEP):
             d_y, d_y_codes = load_quantized(
-                d_y_ptr, d_y_ptrs, d_y_scale_ptr, d_y_scale_ptrs, source, slot, live, start, H, K, R, BLOCK_H, BLOCK
+                d_y_ptr, d_y_ptrs, d_y_scale_ptr, d_y_scale_ptrs, source, slot, live, start, H, K, R, WIDE, BLOCK
             )  # fmt: skip
             if NEED_EXPERTS | RECOMPUTE:
                 wanted = live if NEED_EXPERTS else live & (tile >= saved_tiles)
-                x, x_codes = load_quantized(x_ptr, x_ptrs, x_scale_ptr, x_scale_ptrs, source, slot, wanted, start, H, K, R, BLOCK_H, BLOCK)
+                x, x_codes = load_quantized(x_ptr, x_ptrs, x_scale_ptr, x_scale_ptrs, source, slot, wanted, start, H, K, R, WIDE, BLOCK)
             store_pulled(
                 d_y, d_y_codes, ring_d_y_ptr, ring_d_y_scale_ptr, wide_d_y_ptr, ring_row + rows, start,
-                True, NEED_EXPERTS, H, BLOCK_H, BLOCK, TILED,
+                True, NEED_EXPERTS, SNAP, H, WIDE, BLOCK, TILED,
             )  # fmt: skip
             if NEED_EXPERTS | RECOMPUTE:
                 store_pulled(
                     x, x_codes, ring_x_ptr, ring_x_scale_ptr, wide_x_ptr, ring_row + rows, start,
-                    RECOMPUTE, NEED_EXPERTS, H, BLOCK_H, BLOCK, TILED,
+                    RECOMPUTE, NEED_EXPERTS, SNAP, H, WIDE, BLOCK, TILED,
                 )  # fmt: skip
     order_copy_engine(tile)
     announce(x_ready_ptr + tile)
@@ -191,7 +217,7 @@ def store_quantized(left, right, ring_desc, scale_ptr, row, column, SLICE: tl.co
 @triton.jit
 def hidden_slice(
     d_hidden, gate_ptr, up_ptr, from_rows, d_gate_ptr, d_up_ptr, weighted_h_ptr, rows, column, weight, limit, partial_ptr,
-    I: tl.constexpr, CLAMP: tl.constexpr, CLIP: tl.constexpr, D_WEIGHTS: tl.constexpr, NEED_EXPERTS: tl.constexpr,
+    I: tl.constexpr, CLAMP: tl.constexpr, CLIP: tl.constexpr, D_WEIGHTS: tl.constexpr, NEED_EXPERTS: tl.constexpr, SNAP: tl.constexpr,
     BLOCK_M: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """d_gate and d_up of a slice of dHid, in bf16; stored, with w h, where a weight's gradient needs them; and the slice's part of d_w."""
@@ -200,7 +226,11 @@ def hidden_slice(
     if CLIP:  # columns of the next expert
         d_hidden = tl.where((column + tl.arange(0, SLICE) < I)[None, :], d_hidden, 0.0)
     d_gate, d_up, weighted_h, d_weight = hidden_gradient(d_hidden, gate, up, weight, limit, CLAMP)
-    if NEED_EXPERTS:
+    if NEED_EXPERTS & SNAP:
+        store_slice(weighted_h_ptr, snapped_columns(weighted_h), rows, column, 0x7FFFFFFF, I, SLICE, CLIP)
+        store_slice(d_up_ptr, snapped_columns(d_up), rows, column, 0x7FFFFFFF, I, SLICE, CLIP)
+        store_slice(d_gate_ptr, snapped_columns(d_gate), rows, column, 0x7FFFFFFF, I, SLICE, CLIP)
+    elif NEED_EXPERTS:
         store_slice(weighted_h_ptr, weighted_h, rows, column, 0x7FFFFFFF, I, SLICE, CLIP)
         store_slice(d_up_ptr, d_up, rows, column, 0x7FFFFFFF, I, SLICE, CLIP)
         store_slice(d_gate_ptr, d_gate, rows, column, 0x7FFFFFFF, I, SLICE, CLIP)
@@ -214,7 +244,7 @@ def hidden_block(
     d_hidden, gate_ptr, up_ptr, from_rows, d_gate_ptr, d_up_ptr, weighted_h_ptr, quantized_desc, scale_ptr, rows, place, column, ring_rows,
     weight, limit, partial_ptr,
     I: tl.constexpr, CLAMP: tl.constexpr, CLIP: tl.constexpr, D_WEIGHTS: tl.constexpr, NEED_X: tl.constexpr, NEED_EXPERTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+    SNAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What follows from one block of columns of dHid, in two slices. The codes of d_gate come first in a row, then those of d_up."""
     SLICE: tl.constexpr = BLOCK // 2
@@ -222,11 +252,11 @@ def hidden_block(
     left, right = halves(d_hidden, BLOCK_M, SLICE)
     d_gate_left, d_up_left = hidden_slice(
         left, gate_ptr, up_ptr, from_rows, d_gate_ptr, d_up_ptr, weighted_h_ptr, rows, column, weight, limit, partial_ptr,
-        I, CLAMP, CLIP, D_WEIGHTS, NEED_EXPERTS, BLOCK_M, SLICE,
+        I, CLAMP, CLIP, D_WEIGHTS, NEED_EXPERTS, SNAP, BLOCK_M, SLICE,
     )  # fmt: skip
     d_gate_right, d_up_right = hidden_slice(
         right, gate_ptr, up_ptr, from_rows, d_gate_ptr, d_up_ptr, weighted_h_ptr, rows, column + SLICE, weight, limit,
-        partial_ptr + ring_rows, I, CLAMP, CLIP, D_WEIGHTS, NEED_EXPERTS, BLOCK_M, SLICE,
+        partial_ptr + ring_rows, I, CLAMP, CLIP, D_WEIGHTS, NEED_EXPERTS, SNAP, BLOCK_M, SLICE,
     )  # fmt: skip
     if NEED_X:
         codes = scale_ptr + rows.to(tl.int64) * (2 * I_BLOCKS) + column // BLOCK
@@ -243,7 +273,7 @@ def product_task(
     d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, peer_rank_ptr, peer_token_idx_ptr,
     gate_ready_ptr, d_gate_ready_ptr, group_ready_ptr, trace_ptr, ring, saved_tiles, limit,
     H: tl.constexpr, I: tl.constexpr, R: tl.constexpr, CLAMP: tl.constexpr, RECOMPUTE: tl.constexpr, GATES: tl.constexpr,
-    NEED_X: tl.constexpr, NEED_WEIGHTS: tl.constexpr, NEED_EXPERTS: tl.constexpr, HIDDENS: tl.constexpr,
+    NEED_X: tl.constexpr, NEED_WEIGHTS: tl.constexpr, NEED_EXPERTS: tl.constexpr, SNAP: tl.constexpr, HIDDENS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Two blocks of columns of the hidden gradient or of d_x, or one of gate and of up, of the first ROWS rows of a tile.
@@ -309,13 +339,13 @@ def product_task(
         partial = partial_ptr + part * 4 * ring_rows + place
         hidden_block(
             first, from_gate_ptr, from_up_ptr, from_rows, d_gate_ptr, d_up_ptr, h_ptr, store_d_gate_up_desc, ring_d_gate_up_scale_ptr,
-            rows, place, column, ring_rows, weight, limit, partial, I, CLAMP, CLIP, NEED_WEIGHTS, NEED_X, NEED_EXPERTS, ROWS, BLOCK,
+            rows, place, column, ring_rows, weight, limit, partial, I, CLAMP, CLIP, NEED_WEIGHTS, NEED_X, NEED_EXPERTS, SNAP, ROWS, BLOCK,
         )  # fmt: skip
         if column + BLOCK < I:
             hidden_block(
                 second, from_gate_ptr, from_up_ptr, from_rows, d_gate_ptr, d_up_ptr, h_ptr, store_d_gate_up_desc, ring_d_gate_up_scale_ptr,
                 rows, place, column + BLOCK, ring_rows, weight, limit, partial + 2 * ring_rows,
-                I, CLAMP, CLIP, NEED_WEIGHTS, NEED_X, NEED_EXPERTS, ROWS, BLOCK,
+                I, CLAMP, CLIP, NEED_WEIGHTS, NEED_X, NEED_EXPERTS, SNAP, ROWS, BLOCK,
             )  # fmt: skip
         if NEED_X:
             finish_copy_engine_stores(tile)
@@ -403,14 +433,15 @@ def backward_fp8_kernel(
     d_gate_weight_ptr, d_up_weight_ptr, d_down_weight_ptr, signals_ptr, trace_ptr, rank, ring, max_tiles, saved_tiles, limit, wait_limit,
     H: tl.constexpr, I: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     CLAMP: tl.constexpr, RECOMPUTE: tl.constexpr, CARRY: tl.constexpr, ACCUMULATE: tl.constexpr, BY_COPY_ENGINE: tl.constexpr,
-    NEED_WEIGHTS: tl.constexpr, NEED_EXPERTS: tl.constexpr, RUN: tl.constexpr, PARTS: tl.constexpr,
+    NEED_WEIGHTS: tl.constexpr, NEED_EXPERTS: tl.constexpr, SNAP_COLUMNS: tl.constexpr, RUN: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, THREADS: tl.constexpr,
     GATE_UPS: tl.constexpr, HIDDENS: tl.constexpr, D_XS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """`backward_kernel` without shared experts. BLOCK: rows, columns and depth of a block of a weight. BLOCK_K: rows of a step of a
     weight's gradient.
 
-    ring_.. are rings of E4M3 values and their codes; wide_.., d_gate, d_up and h are rings of bf16.
+    ring_.. are rings of E4M3 values and their codes; wide_.., d_gate, d_up and h are rings of bf16. SNAP_COLUMNS: the weights' gradients
+    are products of quantized operands (`mok.quantize.Recipe`).
     """
     x_ready_ptr = signals_ptr + 32
     gate_ready_ptr = x_ready_ptr + max_tiles
@@ -445,7 +476,7 @@ def backward_fp8_kernel(
                     tile, part, saved_tiles, d_y_ptr, d_y_ptrs, d_y_scale_ptr, d_y_scale_ptrs, x_ptr, x_ptrs, x_scale_ptr, x_scale_ptrs,
                     weights_ptr, weights_ptrs, peer_rank_ptr, peer_token_idx_ptr, ring_d_y_ptr, ring_d_y_scale_ptr, wide_d_y_ptr,
                     ring_x_ptr, ring_x_scale_ptr, wide_x_ptr, ring_weights_ptr, x_ready_ptr, ring,
-                    H, K, R, RECOMPUTE, NEED_EXPERTS, BLOCK_M, PARTS, BLOCK_H, BLOCK, False,
+                    H, K, R, RECOMPUTE, NEED_EXPERTS, SNAP_COLUMNS, BLOCK_M, PARTS, BLOCK_H, BLOCK, False,
                 )  # fmt: skip
             ticket, next_kind = take_ticket(taken, lanes, list_ptr, total)
         else:
@@ -483,7 +514,7 @@ def backward_fp8_kernel(
                         saved_gate_ptr, saved_up_ptr, d_gate_ptr, d_up_ptr, h_ptr, ring_weights_ptr, partial_ptr,
                         d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, peer_rank_ptr, peer_token_idx_ptr,
                         gate_ready_ptr, d_gate_ready_ptr, group_ready_ptr, trace_ptr, ring, saved_tiles, limit,
-                        H, I, R, CLAMP, RECOMPUTE, False, D_XS > 0, NEED_WEIGHTS, NEED_EXPERTS, HIDDENS,
+                        H, I, R, CLAMP, RECOMPUTE, False, D_XS > 0, NEED_WEIGHTS, NEED_EXPERTS, SNAP_COLUMNS, HIDDENS,
                         BLOCK_M // 2, BLOCK_M, BLOCK, TRACE,
                     )  # fmt: skip
                 else:
@@ -496,7 +527,7 @@ def backward_fp8_kernel(
                         saved_gate_ptr, saved_up_ptr, d_gate_ptr, d_up_ptr, h_ptr, ring_weights_ptr, partial_ptr,
                         d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, peer_rank_ptr, peer_token_idx_ptr,
                         gate_ready_ptr, d_gate_ready_ptr, group_ready_ptr, trace_ptr, ring, saved_tiles, limit,
-                        H, I, R, CLAMP, RECOMPUTE, RECOMPUTE, D_XS > 0, NEED_WEIGHTS, NEED_EXPERTS, HIDDENS,
+                        H, I, R, CLAMP, RECOMPUTE, RECOMPUTE, D_XS > 0, NEED_WEIGHTS, NEED_EXPERTS, SNAP_COLUMNS, HIDDENS,
                         BLOCK_M, BLOCK_M, BLOCK, TRACE,
                     )  # fmt: skip
                 announce(group_done_ptr + group)

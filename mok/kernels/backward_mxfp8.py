@@ -148,7 +148,7 @@ def product_task_mxfp8(
             d_gate, d_up = hidden_slice(
                 narrow[i], from_gate_ptr, from_up_ptr, from_rows, d_gate_ptr, d_up_ptr, h_ptr, rows, at, weight, limit,
                 partial_ptr + (part * PARTS_OF_D_W + i) * ring_rows + place,
-                I, CLAMP, I % (2 * BLOCK) != 0, NEED_WEIGHTS, NEED_EXPERTS, BLOCK, SLICE,
+                I, CLAMP, I % (2 * BLOCK) != 0, NEED_WEIGHTS, NEED_EXPERTS, False, BLOCK, SLICE,
             )  # fmt: skip
             if NEED_X:
                 store_quantized(d_gate, store_d_gate_up_desc, ring_d_gate_up_scale_ptr, place, at, I_TILES, BLOCK, SLICE)
@@ -236,7 +236,7 @@ def backward_mxfp8_kernel(
                     tile, part, saved_tiles, d_y_ptr, d_y_ptrs, d_y_scale_ptr, d_y_scale_ptrs, x_ptr, x_ptrs, x_scale_ptr, x_scale_ptrs,
                     weights_ptr, weights_ptrs, peer_rank_ptr, peer_token_idx_ptr, ring_d_y_ptr, ring_d_y_scale_ptr, wide_d_y_ptr,
                     ring_x_ptr, ring_x_scale_ptr, wide_x_ptr, ring_weights_ptr, x_ready_ptr, ring,
-                    H, K, R, RECOMPUTE, NEED_EXPERTS, BLOCK_M, PARTS, BLOCK_H, 32, True,
+                    H, K, R, RECOMPUTE, NEED_EXPERTS, False, BLOCK_M, PARTS, BLOCK_H, 32, True,
                 )  # fmt: skip
             ticket, next_kind = take_ticket(taken, lanes, list_ptr, total)
         else:

@@ -25,7 +25,7 @@ from mok.kernels.schedule import DeviceSchedule, empty_schedule, max_tiles, sort
 from mok.kernels.signals import barrier
 from mok.kernels.tasks import BLOCK_TICKETS, PROGRAMS_PER_BLOCK, max_tickets, most_in_two_minibatches, tasks_kernel
 from mok.kernels.trace import PROGRAM, WORDS
-from mok.quantize import MX_ROW, Precision
+from mok.quantize import MX_ROW, Precision, Recipe, scale_shape
 from mok.schedule import local_experts
 
 POLLS_PER_SECOND = 1_000_000  # a reading of a signal takes about a microsecond
@@ -84,7 +84,8 @@ class Workspace:
     device: torch.device
     timeout_s: float = 120.0
     num_sms: int = 0
-    precision: Precision = "bf16"  # of the routed experts
+    precision: Precision = "bf16"  # of the routed experts,
+    quantized_weight_gradients: bool = False  # and of the operands of their gradients
     warming: bool = False  # barriers do not wait: a call then only compiles and loads what an ordinary call launches
 
     number: int | None = None  # its name in operators
@@ -93,8 +94,22 @@ class Workspace:
 
     def __post_init__(self) -> None:
         self.scratch: dict[str, Tensor] = {}
+        self.formats: dict[Precision, Workspace] = {}  # this memory as layers of another format see it
         if self.device.type == "cuda" and not self.num_sms:
             self.num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    def in_format(self, precision: Precision) -> Workspace:
+        """Of a memory with `memory.common_regions`: the same memory and scratch for experts in this format, whose rows have fewer codes."""
+        view = self.formats.get(precision)
+        if view is None:
+            own, shape = dict(self.memory.own), scale_shape((self.max_tokens, self.hidden), Recipe(precision).row)
+            for name in ("x_scale", "d_y_scale"):
+                own[name] = own[name].flatten()[: shape[0] * shape[1]].view(shape)
+            view = dataclasses.replace(self, memory=dataclasses.replace(self.memory, own=own), precision=precision)
+            view.scratch = self.scratch
+            self.formats[precision] = view
+        view.last_stream = self.last_stream
+        return view
 
     @property
     def limit(self) -> int:

@@ -20,7 +20,7 @@ from mok.kernels.backward import backward_kernel
 from mok.kernels.backward_fp8 import backward_fp8_kernel
 from mok.kernels.launch import Saved, Workspace, _rows, trace_record
 from mok.kernels.launch_backward import BackwardPlan, Call, Gradients, Needs, Weights, _planes, gather, order_tasks, publish, results
-from mok.kernels.launch_fp8 import BLOCK
+from mok.kernels.launch_fp8 import BLOCK, QuantizedExperts
 from mok.kernels.quantize import quantize, quantize_into
 from mok.kernels.schedule import DeviceSchedule
 from mok.quantize import E4M3, FP8_ROW, FP8_SQUARE, Block, Quantized, scale_shape
@@ -49,16 +49,27 @@ class TransposedExperts(NamedTuple):
             quantize_into(weight.mT, FP8_SQUARE, values[plane], codes[plane])
         return TransposedExperts(Quantized(values.view(E4M3), torch.cat((codes[0], codes[1]), -1)), down)
 
+    @staticmethod
+    def of_quantized(experts: QuantizedExperts) -> TransposedExperts:
+        """Of weights quantized beforehand: their bytes the other way round."""
+        turned = lambda values: values.view(torch.uint8).mT  # noqa: E731
+        gate_up = torch.stack((turned(experts.gate.values), turned(experts.up.values))).view(E4M3)
+        codes = torch.cat((experts.gate.scale.mT, experts.up.scale.mT), -1)
+        down = Quantized(turned(experts.down.values).contiguous().view(E4M3), experts.down.scale.mT.contiguous())
+        return TransposedExperts(Quantized(gate_up, codes), down)
+
 
 def prepare(
     workspace: Workspace, rows: DeviceSchedule, saved: Saved, weights_TK: Tensor, gate_LIH: Tensor, up_LIH: Tensor, down_LHI: Tensor,
     clamp: float | None = None, needs: Needs | None = None, main_grads: Weights | None = None, plan: BackwardPlan | None = None,
-    transposed: TransposedExperts | None = None,
+    transposed: TransposedExperts | None = None, quantized: QuantizedExperts | None = None,
+    quantized_weight_gradients: bool = False,
 ) -> Call:  # fmt: skip
     """`launch_backward.prepare` of the routed experts alone: every argument of `backward_fp8_kernel` by name.
 
-    Weights in bf16. transposed: what was made of them before; else it is made here. Gate and up as the forward reads them are made here
-    if there may be rows of which nothing was saved, and on the device only if there are.
+    Weights in bf16. transposed: what was made of them before; else it is made here. Gate and up as the forward reads them, of quantized,
+    are made here if there may be rows of which nothing was saved, and on the device only if there are. With both, of the weights only the
+    shapes count. quantized_weight_gradients: see `mok.quantize.Recipe`.
     """
     needs = needs or Needs()
     plan = dataclasses.replace(plan or BackwardPlan(), block_n=2 * BLOCK, slice=BLOCK // 2)
@@ -97,7 +108,8 @@ def prepare(
     gate, up = down_t, down_t
     if recompute:
         unsaved = dict(count=rows.num_tokens, least=saved_tiles * m + 1)
-        gate, up = (quantize(weight, FP8_SQUARE, **unsaved) for weight in (gate_LIH, up_LIH))  # type: ignore[arg-type]
+        forms = quantized or (quantize(weight, FP8_SQUARE, **unsaved) for weight in (gate_LIH, up_LIH))  # type: ignore[arg-type]
+        gate, up, *_ = forms
         of_gate_and_up = dict(ring_x_desc=_planes((x_ring.view(E4M3),), m, BLOCK), gate_desc=square(gate.values), up_desc=square(up.values))
     gradients = results((gate_LIH, up_LIH, down_LHI), main_grads) if needs.experts else None
     accumulate = main_grads is not None
@@ -132,7 +144,8 @@ def prepare(
         wait_limit=workspace.limit,
         H=hidden, I=width, K=workspace.top_k, R=memory.size, CLAMP=clamp is not None, RECOMPUTE=recompute, CARRY=cut,
         ACCUMULATE=accumulate, BY_COPY_ENGINE=by_copy_engine, NEED_WEIGHTS=needs.weights, NEED_EXPERTS=needs.experts,
-        RUN=plan.run, BLOCK_M=m, BLOCK=BLOCK, BLOCK_K=k, BLOCK_H=max(BLOCK, min(2 * plan.block_h, triton.next_power_of_2(hidden))),
+        SNAP_COLUMNS=quantized_weight_gradients, RUN=plan.run, BLOCK_M=m, BLOCK=BLOCK, BLOCK_K=k,
+        BLOCK_H=max(BLOCK, min(2 * plan.block_h, triton.next_power_of_2(hidden))),
         THREADS=32 * plan.num_warps, TRACE=plan.trace, **{name: order.per[name] for name in ("PARTS", "GATE_UPS", "HIDDENS", "D_XS")},
     )  # fmt: skip
     return Call(order, kernel, None if accumulate else gradients, None, None)
@@ -159,6 +172,7 @@ def backward(
     gate_LIH: Tensor, up_LIH: Tensor, down_LHI: Tensor, num_experts: int, needs: Needs | None = None, plan: BackwardPlan | None = None,
     shared: Weights | None = None, clamp: float | None = None, shared_clamp: float | None = None, shared_d_y_TH: Tensor | None = None,
     main_grads: Weights | None = None, shared_main_grads: Weights | None = None, transposed: TransposedExperts | None = None,
+    quantized: QuantizedExperts | None = None, quantized_weight_gradients: bool = False,
 ) -> Gradients:  # fmt: skip
     """`launch_backward.backward` with the routed experts in blockwise FP8: quantized here from bf16, or beforehand (see `prepare`). The
     workspace's memory has `memory.quantized_backward_regions`.
@@ -166,7 +180,10 @@ def backward(
     plan, needs = plan or BackwardPlan(), needs or Needs()
     return run(
         workspace, rows, saved, ids_TK, d_y_TH, x_TH, weights_TK, num_experts, needs, plan, FP8_ROW, backward_fp8_kernel,
-        lambda: prepare(workspace, rows, saved, weights_TK, gate_LIH, up_LIH, down_LHI, clamp, needs, main_grads, plan, transposed),
+        lambda: prepare(
+            workspace, rows, saved, weights_TK, gate_LIH, up_LIH, down_LHI, clamp, needs, main_grads, plan, transposed, quantized,
+            quantized_weight_gradients,
+        ),
         shared, shared_clamp, shared_d_y_TH, shared_main_grads,
     )  # fmt: skip
 

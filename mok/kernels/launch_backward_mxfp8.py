@@ -23,8 +23,8 @@ from mok.kernels import launch, launch_backward, launch_backward_fp8, launch_mxf
 from mok.kernels.backward_mxfp8 import backward_mxfp8_kernel
 from mok.kernels.launch import Saved, Workspace, _rows, trace_record
 from mok.kernels.launch_backward import BackwardPlan, Call, Gradients, Needs, Weights, order_tasks, results
-from mok.kernels.launch_mxfp8 import BLOCK, LEAST_HIDDEN, code_tiles, multiplies_by_scales
-from mok.kernels.quantize import quantize, quantize_into, snap
+from mok.kernels.launch_mxfp8 import BLOCK, LEAST_HIDDEN, code_tiles, multiplies_by_scales, plain, tiled
+from mok.kernels.quantize import quantize, quantize_into, snap, widen
 from mok.kernels.schedule import DeviceSchedule
 from mok.quantize import E4M3, MX_COLUMN, MX_ROW, Quantized
 
@@ -49,6 +49,12 @@ class MxTransposed(NamedTuple):
         gate_up = stacked(filled(gate_LIH.mT), filled(up_LIH.mT)) if need_x else None
         return MxTransposed(gate_up, quantize(filled(down_LHI.mT), MX_ROW, tcgen05=True))
 
+    @staticmethod
+    def of_quantized(gate_LHI: Quantized, up_LHI: Quantized, down_LIH: Quantized) -> MxTransposed:
+        """Of transposed weights quantized beforehand, with codes in either layout; copies."""
+        whole = lambda pair: tiled(pair, triton.cdiv(pair.values.shape[1], PAIR) * PAIR)  # noqa: E731
+        return MxTransposed(joined(whole(gate_LHI), whole(up_LHI)), whole(down_LIH))
+
 
 class WideTransposed(NamedTuple):
     """Weights [L, I, H], [L, I, H], [L, H, I] in bf16 whose elements are numbers of MXFP8 along their columns, as the products of the
@@ -66,12 +72,21 @@ class WideTransposed(NamedTuple):
         gate, up = (snap(weight, MX_COLUMN) if need_x else weight for weight in (gate_LIH, up_LIH))
         return WideTransposed(gate, up, snap(down_LHI, MX_COLUMN))
 
+    @staticmethod
+    def of_quantized(gate_LHI: Quantized, up_LHI: Quantized, down_LIH: Quantized) -> WideTransposed:
+        """Of transposed weights quantized beforehand, with codes in either layout."""
+        return WideTransposed(*(widen(*plain(pair), MX_ROW).mT.contiguous() for pair in (gate_LHI, up_LHI, down_LIH)))
+
 
 def transposed_for(
     device: torch.device, gate_LIH: Tensor, up_LIH: Tensor, down_LHI: Tensor, need_x: bool = True
 ) -> MxTransposed | WideTransposed:
     """Quantized bf16 weights in the form that this device multiplies best."""
-    return (MxTransposed if multiplies_by_scales(device) else WideTransposed).of(gate_LIH, up_LIH, down_LHI, need_x)
+    return form_for(device).of(gate_LIH, up_LIH, down_LHI, need_x)
+
+
+def form_for(device: torch.device) -> type[MxTransposed] | type[WideTransposed]:
+    return MxTransposed if multiplies_by_scales(device) else WideTransposed
 
 
 def filled(weight: Tensor) -> Tensor:
@@ -91,17 +106,25 @@ def stacked(first: Tensor, second: Tensor, count: Tensor | None = None, least: i
     return Quantized(values.view(E4M3), codes.flatten(0, 1))
 
 
+def joined(first: Quantized, second: Quantized) -> Quantized:
+    """`stacked` of two weights quantized beforehand, with codes in tiles."""
+    values = torch.stack((first.values.view(torch.uint8), second.values.view(torch.uint8)))
+    return Quantized(values.view(E4M3), torch.cat((first.scale, second.scale)))
+
+
 def backward(
     workspace: Workspace, rows: DeviceSchedule, saved: Saved, ids_TK: Tensor, d_y_TH: Tensor, x_TH: Tensor, weights_TK: Tensor,
     gate_LIH: Tensor, up_LIH: Tensor, down_LHI: Tensor, num_experts: int, needs: Needs | None = None, plan: BackwardPlan | None = None,
     shared: Weights | None = None, clamp: float | None = None, shared_clamp: float | None = None, shared_d_y_TH: Tensor | None = None,
     main_grads: Weights | None = None, shared_main_grads: Weights | None = None, transposed: MxTransposed | WideTransposed | None = None,
+    quantized: tuple[Quantized, Quantized] | None = None,
 ) -> Gradients:  # fmt: skip
-    """`launch_backward.backward` with the routed experts in MXFP8, of bf16 weights. The workspace's memory has
+    """`launch_backward.backward` with the routed experts in MXFP8: quantized here from bf16, or beforehand. The workspace's memory has
     `memory.quantized_backward_regions` with MX_ROW.
 
-    transposed: what was made of the weights before; else it is made here. Gate and up as the forward multiplies by them are made here if
-    there may be rows of which nothing was saved, and on the device only if there are.
+    transposed: what was made of the weights before; else it is made here. Gate and up as the forward multiplies by them, of quantized
+    (codes in either layout), are made here if there may be rows of which nothing was saved, and on the device only if there are. With both,
+    of the weights only the shapes count.
 
     Raises:
         ValueError: H < 64.
@@ -113,12 +136,17 @@ def backward(
     if isinstance(numbers, MxTransposed):
         return launch_backward_fp8.run(
             workspace, rows, saved, ids_TK, d_y_TH, x_TH, weights_TK, num_experts, needs, plan, MX_ROW, backward_mxfp8_kernel,
-            lambda: prepare(workspace, rows, saved, weights_TK, gate_LIH, up_LIH, down_LHI, numbers, clamp, needs, main_grads, plan),
+            lambda: prepare(
+                workspace, rows, saved, weights_TK, gate_LIH, up_LIH, down_LHI, numbers, clamp, needs, main_grads, plan, quantized
+            ),
             shared, shared_clamp, shared_d_y_TH, shared_main_grads,
         )  # fmt: skip
     gate_up_again = None
     if unsaved := may_be_unsaved(rows, saved):
-        gate_up_again = tuple(snap(weight, MX_ROW, *unsaved) for weight in (gate_LIH, up_LIH))
+        if quantized:
+            gate_up_again = tuple(widen(*plain(pair), MX_ROW, *unsaved) for pair in quantized)
+        else:
+            gate_up_again = tuple(snap(weight, MX_ROW, *unsaved) for weight in (gate_LIH, up_LIH))
     return launch_backward.backward(
         workspace, rows, saved, ids_TK, d_y_TH, x_TH, weights_TK, *numbers, num_experts, needs, plan, shared=shared, clamp=clamp,
         shared_clamp=shared_clamp, shared_d_y_TH=shared_d_y_TH, main_grads=main_grads, shared_main_grads=shared_main_grads,
@@ -136,8 +164,10 @@ def may_be_unsaved(rows: DeviceSchedule, saved: Saved) -> tuple[Tensor, int] | N
 def prepare(
     workspace: Workspace, rows: DeviceSchedule, saved: Saved, weights_TK: Tensor, gate_LIH: Tensor, up_LIH: Tensor, down_LHI: Tensor,
     transposed: MxTransposed, clamp: float | None, needs: Needs, main_grads: Weights | None, plan: BackwardPlan,
+    quantized: tuple[Quantized, Quantized] | None = None,
 ) -> Call:  # fmt: skip
-    """`launch_backward.prepare` of the routed experts alone: every argument of `backward_mxfp8_kernel` by name. Weights in bf16."""
+    """`launch_backward.prepare` of the routed experts alone: every argument of `backward_mxfp8_kernel` by name. quantized: as in
+    `backward`."""
     plan = dataclasses.replace(plan, block_m=BLOCK, block_n=PAIR, slice=BLOCK // 2, half_tiles=False)
     plan = plan.with_run(weights_TK.numel(), gate_LIH.shape[0])
     memory, hidden, width, m, n, k = workspace.memory, workspace.hidden, gate_LIH.shape[1], plan.block_m, plan.block_n, plan.block_k
@@ -169,7 +199,7 @@ def prepare(
 
     of_gate_and_up: dict[str, object] = dict.fromkeys(("ring_x_desc", "x_scale_desc", "gate_up_desc", "gate_up_scale_desc"))
     if unsaved:
-        values, codes = stacked(gate_LIH, up_LIH, *unsaved)
+        values, codes = joined(*map(tiled, quantized)) if quantized else stacked(gate_LIH, up_LIH, *unsaved)
         of_gate_and_up = dict(
             ring_x_desc=_rows(x_ring, m, BLOCK), x_scale_desc=launch_mxfp8._codes(x_scale_ring),
             gate_up_desc=launch._pair(values[0], values[1], BLOCK, BLOCK)[0],

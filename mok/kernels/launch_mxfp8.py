@@ -22,9 +22,9 @@ from mok.kernels import launch, launch_fp8
 from mok.kernels.forward_mxfp8 import forward_mxfp8_kernel
 from mok.kernels.launch import ForwardPlan, Saved, Workspace
 from mok.kernels.launch_fp8 import BLOCK
-from mok.kernels.quantize import quantize, snap
+from mok.kernels.quantize import quantize, snap, widen
 from mok.kernels.schedule import DeviceSchedule
-from mok.quantize import E4M3, MX_ROW, Quantized
+from mok.quantize import E4M3, MX_ROW, Quantized, from_tcgen05, scale_shape, to_tcgen05
 
 HOPPER_STAGES = 3  # of the kernel for `MxExperts` on Hopper; with more, a register is spilled in every step
 LEAST_HIDDEN = 64  # below, slices of h would be narrower than its blocks
@@ -46,6 +46,11 @@ class MxExperts(NamedTuple):
         missing = padded_rows(down_LHI.shape[1]) - down_LHI.shape[1]
         down = torch.nn.functional.pad(down_LHI, (0, 0, 0, missing)) if missing else down_LHI
         return MxExperts(*(quantize(weight, MX_ROW, tcgen05=True) for weight in (gate_LIH, up_LIH, down)))
+
+    @staticmethod
+    def of_quantized(gate: Quantized, up: Quantized, down: Quantized) -> MxExperts:
+        """Of weights quantized beforehand, with codes in either layout. A down matrix that is not filled up is copied."""
+        return MxExperts(tiled(gate), tiled(up), tiled(down, padded_rows(down.values.shape[1])))
 
     def check(self, hidden: int) -> None:
         """Raises TypeError or ValueError."""
@@ -74,10 +79,34 @@ class WideExperts(NamedTuple):
     def of(gate_LIH: Tensor, up_LIH: Tensor, down_LHI: Tensor) -> WideExperts:
         return WideExperts(*(snap(weight, MX_ROW) for weight in (gate_LIH, up_LIH, down_LHI)))
 
+    @staticmethod
+    def of_quantized(gate: Quantized, up: Quantized, down: Quantized) -> WideExperts:
+        """Of weights quantized beforehand, with codes in either layout."""
+        return WideExperts(*(widen(*plain(pair), MX_ROW) for pair in (gate, up, down)))
+
+
+def plain(weight: Quantized) -> Quantized:
+    """A weight [L, M, N] with codes [L, M, ceil(N / 32)] in place of those in the layout of tcgen05."""
+    rows, blocks = scale_shape(weight.values.shape, MX_ROW)[-2:]
+    return weight if weight.scale.dim() == 3 else Quantized(weight.values, from_tcgen05(weight.scale, rows, blocks))
+
+
+def tiled(weight: Quantized, rows: int = 0) -> Quantized:
+    """A weight [L, M, N] with codes in the layout of tcgen05 in place of plain ones, and with rows of zeros behind, up to `rows`."""
+    missing = rows - weight.values.shape[1]
+    if missing > 0:
+        values = torch.nn.functional.pad(weight.values.view(torch.uint8), (0, 0, 0, missing)).view(E4M3)
+        weight = Quantized(values, torch.nn.functional.pad(plain(weight).scale, (0, 0, 0, missing)))
+    return weight if weight.scale.dim() == 4 else Quantized(weight.values, to_tcgen05(weight.scale))
+
 
 def experts_for(device: torch.device, gate_LIH: Tensor, up_LIH: Tensor, down_LHI: Tensor) -> MxExperts | WideExperts:
     """Quantized bf16 weights in the form that this device multiplies best."""
-    return (MxExperts if multiplies_by_scales(device) else WideExperts).of(gate_LIH, up_LIH, down_LHI)
+    return form_for(device).of(gate_LIH, up_LIH, down_LHI)
+
+
+def form_for(device: torch.device) -> type[MxExperts] | type[WideExperts]:
+    return MxExperts if multiplies_by_scales(device) else WideExperts
 
 
 def multiplies_by_scales(device: torch.device) -> bool:

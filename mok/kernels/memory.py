@@ -29,15 +29,18 @@ REPORT_FIELDS = ("rank", "task", "what", "expected", "found")
 STATES = ("barrier", "x_ready", "h_ready", "h_free", "x_free", "expert id", "gate_ready", "d_gate_ready", "group_ready", "group_done")
 
 
-def regions(max_tokens: int, hidden: int, num_experts: int, top_k: int, ranks: int) -> list[Region]:
-    """The map. `counts` and `starts` are a source's routes per expert and their exclusive sum; `order` its slots sorted by expert."""
+def regions(max_tokens: int, hidden: int, num_experts: int, top_k: int, ranks: int, bf16: bool = True) -> list[Region]:
+    """The map. `counts` and `starts` are a source's routes per expert and their exclusive sum; `order` its slots sorted by expert.
+
+    bf16: whether x is published so; else it has no rows here (`quantized_regions`).
+    """
     slots = max_tokens * top_k
     return [
         Region("control", (FLAGS + ranks,), torch.int32),
         Region("counts", (num_experts,), torch.int32),
         Region("starts", (num_experts,), torch.int32),
         Region("order", (slots,), torch.int32),
-        Region("x", (max_tokens, hidden), torch.bfloat16),
+        Region("x", (max_tokens if bf16 else 0, hidden), torch.bfloat16),
         Region("combine", (slots, hidden), torch.bfloat16),
     ]
 
@@ -54,7 +57,7 @@ def backward_regions(max_tokens: int, hidden: int, num_experts: int, top_k: int,
 
 
 def quantized_regions(max_tokens: int, hidden: int, block: Block = FP8_ROW) -> list[Region]:
-    """x as E4M3 values and E8M0 codes, in place of the x of `regions`. block: MX_ROW or FP8_ROW."""
+    """x as E4M3 values and E8M0 codes, beside `regions` without bf16. block: MX_ROW or FP8_ROW."""
     return [
         Region("x_e4m3", (max_tokens, hidden), torch.uint8),
         Region("x_scale", scale_shape((max_tokens, hidden), block), torch.uint8),
@@ -64,16 +67,27 @@ def quantized_regions(max_tokens: int, hidden: int, block: Block = FP8_ROW) -> l
 def quantized_backward_regions(
     max_tokens: int, hidden: int, num_experts: int, top_k: int, ranks: int, block: Block = FP8_ROW
 ) -> list[Region]:
-    """`backward_regions` with x and dY as E4M3 values and E8M0 codes. The dY of `backward_regions` has no rows."""
+    """`backward_regions` with x and dY as E4M3 values and E8M0 codes. Those of `backward_regions` have no rows."""
     slots = max_tokens * top_k
     return [
-        *regions(max_tokens, hidden, num_experts, top_k, ranks),
+        *regions(max_tokens, hidden, num_experts, top_k, ranks, bf16=False),
         *quantized_regions(max_tokens, hidden, block),
         Region("d_y_e4m3", (max_tokens, hidden), torch.uint8),
         Region("d_y_scale", scale_shape((max_tokens, hidden), block), torch.uint8),
         Region("weights", (slots,), torch.float32),
         Region("d_weights", (slots,), torch.float32),
         Region("d_y", (0, hidden), torch.bfloat16),
+    ]
+
+
+def common_regions(max_tokens: int, hidden: int, num_experts: int, top_k: int, ranks: int) -> list[Region]:
+    """What layers of any format need, one after the other: x and dY in bf16 and as E4M3, with the most codes, those of MX_ROW."""
+    codes = scale_shape((max_tokens, hidden), MX_ROW)
+    return [
+        *backward_regions(max_tokens, hidden, num_experts, top_k, ranks),
+        *quantized_regions(max_tokens, hidden, MX_ROW),
+        Region("d_y_e4m3", (max_tokens, hidden), torch.uint8),
+        Region("d_y_scale", codes, torch.uint8),
     ]
 
 

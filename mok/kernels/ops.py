@@ -32,7 +32,7 @@ from mok.kernels.launch_backward import BackwardPlan, Needs
 from mok.kernels.launch_fp8 import QuantizedExperts
 from mok.kernels.schedule import DeviceSchedule, max_tiles, schedule_sizes
 from mok.kernels.signals import peer_address
-from mok.quantize import Precision
+from mok.quantize import Precision, Quantized
 from mok.schedule import local_experts
 from mok.tune import Choice, Key, tuned
 
@@ -45,10 +45,10 @@ _numbers: dict[int, weakref.ref[Workspace]] = {}
 
 def make_workspace(
     group: dist.ProcessGroup | None, device: torch.device, tokens: int, hidden: int, top_k: int, num_experts: int, timeout_s: float,
-    num_sms: int, precision: Precision = "bf16",
+    num_sms: int, precision: Precision | None = "bf16", quantized_weight_gradients: bool = False,
 ) -> Workspace:  # fmt: skip
     """Memory for forward and backward of at most `tokens` tokens of any rank (ranks may differ) and up to num_experts experts; collective.
-    precision: of the routed experts.
+    precision: of the routed experts. None: any of them, by `Workspace.in_format`.
 
     Raises:
         ValueError: ranks that disagree on H, K or E; the same on every rank.
@@ -64,10 +64,12 @@ def make_workspace(
                 listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
                 raise ValueError(f"{name} must be equal on all ranks of the group ({listed})")
     most = max(shape[0] for shape in everyone)
-    layout = memory.layer_regions(precision, most, hidden, num_experts, top_k, len(everyone))
+    sizes = (most, hidden, num_experts, top_k, len(everyone))
+    layout = memory.common_regions(*sizes) if precision is None else memory.layer_regions(precision, *sizes)
     with _on(device):
         view = memory.virtual_memory(layout, 1, device)[0] if alone else memory.symmetric_memory(layout, group, device)
-        workspace = Workspace(view, most, hidden, top_k, device, timeout_s, num_sms, precision=precision)
+        form = dict(precision=precision or "bf16", quantized_weight_gradients=quantized_weight_gradients)
+        workspace = Workspace(view, most, hidden, top_k, device, timeout_s, num_sms, **form)  # type: ignore[arg-type]
     workspace.number = len(_numbers)
     _numbers[workspace.number] = weakref.ref(workspace)
     return workspace
@@ -109,7 +111,7 @@ def plan_of(num_sms: int, minibatch: int, macrobatch: int) -> list[int]:
 
 @functools.cache
 def _choice(
-    device: torch.device, tokens: int, hidden: int, width: int, num_experts: int, top_k: int, ranks: int, precision: str, num_sms: int
+    device: torch.device, tokens: int, hidden: int, width: int, num_experts: int, top_k: int, ranks: int, precision: Precision, num_sms: int
 ) -> Choice:  # fmt: skip
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return tuned(Key(gpu, tokens, hidden, width, num_experts, top_k, ranks, precision), num_sms)
@@ -317,10 +319,11 @@ def gpu_backward(
         if shared is not None:
             shared_d_y = d_out if shared_scale is None else (d_out.float() * shared_scale[:, None]).to(d_out.dtype)
         forms: dict[str, Any] = dict(bf16=launch_backward, mxfp8=launch_backward_mxfp8, fp8=launch_backward_fp8)
+        more = dict(quantized_weight_gradients=inner.quantized_weight_gradients) if inner.precision == "fp8" else {}
         got = forms[inner.precision].backward(
             inner, DeviceSchedule(*schedule), Saved(*kept[: KEPT - 1]), ids, d_out, x, weights, gate, up, down, num_experts, needs,
             plans(inner, plan, gate.shape[1], num_experts)[1], shared=shared, clamp=clamp, shared_clamp=shared_clamp,
-            shared_d_y_TH=shared_d_y, main_grads=tuple(main_grads) or None, shared_main_grads=tuple(shared_main_grads) or None,
+            shared_d_y_TH=shared_d_y, main_grads=tuple(main_grads) or None, shared_main_grads=tuple(shared_main_grads) or None, **more,
         )  # fmt: skip
         d_scale = (d_out.float() * kept[-1].float()).sum(-1) if asked[4] else None
     results = (got.d_x_TH, got.d_weights_TK, *(got.experts or (None,) * 3), *(got.shared or (None,) * 3), d_scale)
@@ -336,3 +339,120 @@ def _(d_out, x, ids, weights, gate, up, down, shared_gate, shared_up, shared_dow
     first = [x if asked[0] or everyone else None, weights if asked[1] or everyone else None]
     like = [*first, *experts, *shared, shared_scale if asked[4] else None]
     return tuple(x.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in like)
+
+
+# ---- with weights quantized beforehand ----
+
+
+@torch.library.custom_op("mok::gpu_forward_prequantized", mutates_args=())
+def gpu_forward_prequantized(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate: list[Tensor],
+    up: list[Tensor],
+    down: list[Tensor],
+    shared_gate: Tensor | None,
+    shared_up: Tensor | None,
+    shared_down: Tensor | None,
+    schedule: list[Tensor],
+    precision: str,
+    workspace: int,
+    num_experts: int,
+    clamp: float | None,
+    shared_clamp: float | None,
+    saved_rows: int,
+    plan: list[int],
+) -> list[Tensor]:
+    """`gpu_forward` with gate, up and down as E4M3 values and their codes, in a workspace of any format: out [T, H], gate and up [C, I],
+    the shared experts' gate and up [T, S]."""
+    inner = workspace_of(workspace)
+    rows, x = DeviceSchedule(*schedule), _aligned(x)
+    pairs = [Quantized(*pair) for pair in (gate, up, down)]
+    with _turn(inner):
+        view = inner.in_format(precision)  # type: ignore[arg-type]
+        cut, _ = plans(view, plan, gate[0].shape[1], num_experts)
+        options = dict(
+            shared=_three(shared_gate, shared_up, shared_down), clamp=clamp, shared_clamp=shared_clamp, saved_rows=saved_rows, save=True,
+            plan=cut,
+        )  # fmt: skip
+        call = (view, rows, ids, weights, x)
+        if precision == "fp8":
+            out, saved = launch_fp8.forward(*call, QuantizedExperts(*pairs), num_experts, **options)
+        else:
+            numbers = launch_mxfp8.form_for(inner.device).of_quantized(*pairs)
+            out, saved = launch_mxfp8.forward(*call, numbers, num_experts, **options)
+    return [out, *vars(saved).values()]
+
+
+@gpu_forward_prequantized.register_fake
+def _(x, ids, weights, gate, up, down, shared_gate, *rest):  # type: ignore[no-untyped-def]
+    *_, saved_rows, _ = rest
+    shared = (x.shape[0], max(0 if shared_gate is None else shared_gate.shape[0], 8))
+    return [x.new_empty(shape) for shape in (x.shape, *[(saved_rows, gate[0].shape[1])] * 2, shared, shared)]
+
+
+def backward_from_pairs(
+    view: Workspace, rows: DeviceSchedule, saved: Saved, ids: Tensor, d_out: Tensor, x: Tensor, weights: Tensor,
+    matrices: list[list[Tensor]], num_experts: int, plan: BackwardPlan, **options: object,
+) -> launch_backward.Gradients:  # fmt: skip
+    """The backward's launch, by the workspace's format. matrices: of gate, up and down what `mok.functional.backward` takes."""
+    call = (view, rows, saved, ids, d_out, x, weights)
+    if view.precision == "mxfp8":
+        gate, up = (Quantized(*matrix[:2]) for matrix in matrices[:2])
+        turned = [Quantized(*matrix[-2:]) for matrix in matrices]
+        return launch_backward_mxfp8.backward(
+            *call, gate.values, up.values, turned[2].values.mT, num_experts, plan=plan,
+            transposed=launch_backward_mxfp8.form_for(view.device).of_quantized(*turned), quantized=(gate, up), **options,
+        )  # fmt: skip
+    experts = QuantizedExperts(*(Quantized(*pair) for pair in matrices))
+    return launch_backward_fp8.backward(
+        *call, *(pair.values for pair in experts), num_experts, plan=plan,
+        transposed=launch_backward_fp8.TransposedExperts.of_quantized(experts), quantized=experts, **options,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("mok::gpu_backward_prequantized", mutates_args=("main_grads", "shared_main_grads"))
+def gpu_backward_prequantized(
+    d_out: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate: list[Tensor],
+    up: list[Tensor],
+    down: list[Tensor],
+    shared_gate: Tensor | None,
+    shared_up: Tensor | None,
+    shared_down: Tensor | None,
+    main_grads: list[Tensor],
+    shared_main_grads: list[Tensor],
+    schedule: list[Tensor],
+    kept: list[Tensor],
+    precision: str,
+    workspace: int,
+    num_experts: int,
+    clamp: float | None,
+    shared_clamp: float | None,
+    plan: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`gpu_backward` of all gradients: d_x, d_weights, d_gate, d_up, d_down, the same three of the shared experts; without elements where
+    there is none."""
+    inner = workspace_of(workspace)
+    d_out, x = _aligned(d_out), _aligned(x)
+    with _turn(inner):
+        view = inner.in_format(precision)  # type: ignore[arg-type]
+        got = backward_from_pairs(
+            view, DeviceSchedule(*schedule), Saved(*kept[: KEPT - 1]), ids, d_out, x, weights, [gate, up, down], num_experts,
+            plans(view, plan, gate[0].shape[1], num_experts)[1], shared=_three(shared_gate, shared_up, shared_down), clamp=clamp,
+            shared_clamp=shared_clamp, main_grads=tuple(main_grads) or None, shared_main_grads=tuple(shared_main_grads) or None,
+        )  # fmt: skip
+    results = (got.d_x_TH, got.d_weights_TK, *(got.experts or (None,) * 3), *(got.shared or (None,) * 3))
+    return tuple(x.new_empty(0) if result is None else result for result in results)  # type: ignore[return-value]
+
+
+@gpu_backward_prequantized.register_fake
+def _(d_out, x, ids, weights, gate, up, down, shared_gate, shared_up, shared_down, mains, shared_mains, *rest):  # type: ignore[no-untyped-def]
+    local, width, hidden = gate[0].shape
+    experts = [(local, width, hidden), (local, width, hidden), (local, hidden, width)] if not mains else [(0,)] * 3
+    shared = [(0,) if matrix is None or shared_mains else matrix.shape for matrix in (shared_gate, shared_up, shared_down)]
+    return (x.new_empty(x.shape), weights.new_empty(weights.shape), *(x.new_empty(shape) for shape in (*experts, *shared)))

@@ -171,10 +171,12 @@ def quantize_into(
     x_EMN = x.detach()[None] if x.dim() == 2 else x.detach().flatten(0, -3)
     experts, rows, columns = x_EMN.shape
     between = x_EMN.stride(0) if experts > 1 else 0  # which the number of tokens would move beyond 32 bits
+    # The kernel is compiled for strides: where there is one row or column, for those of a contiguous tensor, whatever the tensor's are.
+    down, across = x_EMN.stride(1) if rows > 1 else columns, x_EMN.stride(2) if columns > 1 else 1
     if values.numel():
         quantize_kernel[(experts * triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE),)](
-            x_EMN, values, scale, scale if count is None else count, rows, columns, between, *x_EMN.stride()[1:], least,
-            ROWS=block[0], COLUMNS=block[1], TCGEN05=tcgen05, ALIGNED=x_EMN.stride(1) == 1 and rows % 16 == 0, COUNTED=count is not None,
+            x_EMN, values, scale, scale if count is None else count, rows, columns, between, down, across, least,
+            ROWS=block[0], COLUMNS=block[1], TCGEN05=tcgen05, ALIGNED=down == 1 and rows % 16 == 0, COUNTED=count is not None,
             TILE=TILE, num_warps=8,
         )  # fmt: skip
     return Quantized(values.view(E4M3), scale)
@@ -208,5 +210,41 @@ def snap(x: Tensor, block: Block, count: Tensor | None = None, least: int = 0) -
         snap_kernel[(tiles,)](
             x, out, x if count is None else count, rows, columns, least, ROWS=block[0], COLUMNS=block[1], COUNTED=count is not None,
             TILE=TILE, num_warps=8,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["M", "least"])
+def widen_kernel(
+    values_ptr, scale_ptr, out_ptr, count_ptr, M, N, least, COLUMNS: tl.constexpr, COUNTED: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """One tile of one expert's rows, which are M. COUNTED: as `quantize_kernel`."""
+    if COUNTED:
+        if tl.load(count_ptr) < least:
+            return
+    down, across = tl.cdiv(M, TILE), tl.cdiv(N, TILE)
+    tile = tl.program_id(0)
+    expert, i, j = (tile // (down * across)).to(tl.int64), tile // across % down, tile % across
+    rows, columns = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
+    blocks, per_row = j * (TILE // COLUMNS) + tl.arange(0, TILE // COLUMNS), tl.cdiv(N, COLUMNS)
+    row = expert * M + rows[:, None]
+    inside = (rows < M)[:, None] & (columns < N)[None, :]
+    values = tl.load(values_ptr + row * N + columns[None, :], mask=inside, other=0)
+    codes = tl.load(scale_ptr + row * per_row + blocks[None, :], mask=(rows < M)[:, None] & (blocks < per_row)[None, :], other=0)
+    split = tl.reshape(e4m3_to_fp32(values.to(tl.float8e4nv, bitcast=True)), (TILE, TILE // COLUMNS, COLUMNS))
+    wide = tl.reshape(split * tl.expand_dims(scale_of(codes), 2), (TILE, TILE))
+    tl.store(out_ptr + row * N + columns[None, :], wide.to(tl.bfloat16), mask=inside)
+
+
+def widen(values: Tensor, scale: Tensor, block: Block, count: Tensor | None = None, least: int = 0) -> Tensor:
+    """E4M3 values [..., M, N] and plain codes of blocks within rows -> the numbers they stand for in bf16, which holds them exactly.
+    count, least: as `quantize`."""
+    out = torch.empty(values.shape, dtype=torch.bfloat16, device=values.device)
+    rows, columns = values.shape[-2:]
+    tiles = math.prod(values.shape[:-2]) * triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE)
+    if tiles:
+        widen_kernel[(tiles,)](
+            values.view(torch.uint8), scale, out, scale if count is None else count, rows, columns, least, COLUMNS=block[1],
+            COUNTED=count is not None, TILE=TILE, num_warps=8,
         )  # fmt: skip
     return out

@@ -42,7 +42,9 @@ class Fp8Group(Group):
         super().__init__(problem, *arguments, **options)
 
     def regions(self, most: int):
-        return [*super().regions(most), *memory.quantized_regions(most, self.problem.hidden, FORMS[self.form].row)]
+        p = self.problem
+        layout = memory.regions(most, p.hidden, p.experts, p.top_k, self.ranks, bf16=False)
+        return [*layout, *memory.quantized_regions(most, p.hidden, FORMS[self.form].row)]
 
     def quantized(self, rank: int):
         if not self.experts:

@@ -22,6 +22,9 @@ from virtual_backward import assert_near, expected, make_d_y
 import mok
 from mok import functional
 from mok.functional import MoKConfig, MoKForwardContext, MoKSchedule, MoKWorkspace
+from mok.kernels import quantize as kernels
+from mok.ops import mxfp8_quantize
+from mok.quantize import FP8_SQUARE
 from mok.schedule import local_experts
 
 NAMES = ("d_x", "d_weights", "gate", "up", "down", "shared gate", "shared up", "shared down")
@@ -321,6 +324,42 @@ def test_a_device_that_is_not_the_current_one():
     assert_equal({name: value.to(DEVICE) for name, value in got.items()}, want)
 
 
+@pytest.mark.parametrize("shared_width", [0, 192])
+def test_weights_quantized_beforehand(shared_width):
+    """FP8, MXFP8 in both layouts and bf16 in turns in one workspace: the bits of `mok.moe`, whose parameters are quantized by each call."""
+    problem = Problem(700, 512, 256, 6, 2, shared_width=shared_width)
+    calls = Calls(problem, make_d_y(problem))
+    routed, first = calls.routed, None
+    if shared_width:
+        first = calls.run()["out"]
+    for form in ("fp8", "plain", "bf16", "tcgen05", "fp8"):
+        precision = form if form in ("fp8", "bf16") else "mxfp8"
+        forms = list(routed)
+        if form == "fp8":
+            forms = [tuple(kernels.quantize(weight, FP8_SQUARE)) for weight in routed]
+        elif form != "bf16":
+            fours = [mxfp8_quantize(weight, scale_layout=form) for weight in routed]
+            forms = [four[:2] for four in fours]  # a backward takes all of gate and up, and the last two of down
+        calls.routed = tuple(forms)
+        calls.poison()
+        schedule = calls.schedule()
+        out, context = calls.forward(schedule)
+        leaves = [t.clone().requires_grad_() for t in (calls.x, calls.weights, *routed)]
+        want = mok.moe(leaves[0], calls.ids, *leaves[1:], precision=precision, clamp=calls.limit)
+        if not shared_width:
+            assert torch.equal(out, want), form
+        elif form == "bf16":
+            assert torch.equal(out, first)
+        contexts = context, calls.recompute(schedule)
+        if precision == "mxfp8":
+            calls.routed = (*fours[:2], fours[2][2:])
+        got, again = (calls.backward(schedule, kept) for kept in contexts)
+        assert_equal(again, got, form)
+        want.backward(calls.d_y)
+        for name, leaf in zip(NAMES[1:5], leaves[1:], strict=True):
+            assert torch.equal(got[name], leaf.grad), (form, name)
+
+
 def test_refusals():
     """What needs a GPU to be refused; tests/test_functional_kernels.py has the others."""
     make = lambda **changes: functional.create_workspace(  # noqa: E731
@@ -328,8 +367,8 @@ def test_refusals():
     )
     with pytest.raises(ValueError, match="hidden_size=1025: must be a multiple of 16"):
         make(hidden_size=1025)
-    with pytest.raises(ValueError, match="device=cpu: must be a CUDA device"):
-        make(device="cpu")
+    with pytest.raises(ValueError, match="device=meta: must be a CUDA device or the CPU"):
+        make(device="meta")
     problem = Problem(64, 256, 128, 4, 2)
     calls = Calls(problem, make_d_y(problem))
     schedule = calls.schedule()

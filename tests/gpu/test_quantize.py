@@ -84,10 +84,20 @@ def test_snapped_weights_are_what_their_quantized_form_stands_for(shape):
     assert torch.equal(kernels.snap(x.cuda(), MX_ROW).cpu().nan_to_num(nan=-77.0), want.nan_to_num(nan=-77.0))
 
 
+@pytest.mark.parametrize("block", [MX_ROW, FP8_ROW])
+def test_widening(block):
+    codes = torch.arange(256, dtype=torch.uint8)
+    values, scale = codes.repeat(256, 1).view(torch.float8_e4m3fn), codes[:, None].repeat(1, 256 // block[1])
+    want = dequantize(values, scale, block, torch.bfloat16)
+    assert torch.equal(kernels.widen(values.cuda(), scale.cuda(), block).cpu().nan_to_num(nan=-77.0), want.nan_to_num(nan=-77.0))
+
+
 def test_the_number_of_rows_does_not_recompile():
+    """Nor does the stride of a single one."""
     before = None
-    for rows in (1, 16, 17, 4096):
-        kernels.quantize(torch.randn(rows, 256, device="cuda").bfloat16(), MX_ROW)
+    memory = torch.randn(4096 * 256, device="cuda").bfloat16()
+    for rows, stride in ((1, 256), (1, 7), (1, 1), (16, 256), (17, 256), (4096, 256)):
+        kernels.quantize(memory.as_strided((rows, 256), (stride, 1)), MX_ROW)
         count = sum(len(caches[0]) for caches in kernels.quantize_kernel.device_caches.values())
         assert before in (None, count)
         before = count

@@ -132,12 +132,13 @@ def test_the_suite_overlap(tmp_path):
     assert len(rows) == 1 and rows[0]["ep"] == min(GPUS, 2) and rows[0]["without"]["moving"] < rows[0]["ms"]
 
 
-def test_tune(tmp_path):
-    assert tune.main(["--shapes", NAME, "--repeats", "5", "--directions", "forward", "--json"]) == 0
-    (entry,) = json.loads(tune.cache_file().read_text())["entries"]
-    assert entry["key"]["gpu"] == torch.cuda.get_device_name() and set(entry["ms"]) == {"forward"}
+@pytest.mark.parametrize(("precision", "direction"), [("bf16", "forward"), ("fp8", "backward"), ("mxfp8", "backward")])
+def test_tune(tmp_path, precision, direction):
+    assert tune.main(["--shapes", NAME, "--repeats", "5", "--directions", direction, "--precision", precision, "--json"]) == 0
+    (entry,) = (one for one in json.loads(tune.cache_file().read_text())["entries"] if one["key"]["precision"] == precision)
+    assert entry["key"]["gpu"] == torch.cuda.get_device_name() and set(entry["ms"]) == {direction}
     sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     assert tune.tuned(tune.Key(**entry["key"]), sms).source == "tuned"
-    problem = OneDevice(SHAPE, DEVICE)
+    problem = OneDevice(SHAPE, DEVICE, precision=precision)
     plain = problem.layer.forward(problem.inputs[0])[0]
     assert torch.equal(problem.layer.forward(problem.inputs[0], changes=entry["forward"])[0], plain)
