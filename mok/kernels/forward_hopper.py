@@ -1,0 +1,369 @@
+"""The forward kernel of `forward.py` for Hopper (sm_90), in Gluon, with a ring of loads that runs on over tasks.
+
+The same tasks, signals, rows and bits. A step's operands, 64 columns of 128 rows and of 2 x 128 rows of a pair, lie in one of STAGES stages;
+loads run AHEAD = STAGES - 1 steps ahead of the products. In a task's last AHEAD steps the stages that become free receive the next task's
+first operands, if what it reads is there already by one reading of its signals. So they arrive while this task's results are stored, and
+the next task begins with products.
+
+    steps of task n    ..  K-3   K-2   K-1  | results stored, announced |   0     1     2   ..
+    loads begun        ..  0'    1'    2'   |                           |   3'    4'    5'  ..
+
+Steps are counted over all tasks of a program: step q uses stage q % STAGES, whose barrier is then in phase q // STAGES. A task that begins
+at q puts its step i at q + i, whoever begins the load. So one bit says all about a task's first loads: they are under way, or its begin has
+to start them. No load is under way when a program ends: only a task that will be executed is loaded for, and one that has been loaded for
+waits for nothing.
+
+One partition of 8 warps issues its own loads: a stage is free when both warpgroups have passed the wait for its product, which the barrier
+that every step has anyway says. A warp of its own for the loads would have to learn every task and wait for its signals, too.
+
+Rows of a tile are loaded in two halves, so that one descriptor serves whole and half tiles; a half tile's barrier expects fewer bytes.
+
+Legend: H hidden, I intermediate, K choices per token, R ranks.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from mok.kernels.dispatch import find_tokens
+from mok.kernels.experts import in_order, rounded_halves, rounded_pairs, swiglu
+from mok.kernels.forward import needs, wait_for_inputs
+from mok.kernels.signals import announce, finish_copy_engine_stores, order_copy_engine, peer_address
+from mok.kernels.tasks import DOWN, END, NOTHING, PULL, UP, find, unpack
+from mok.kernels.trace import BEGIN, COMPUTED, DONE, READY, note, note_begin, note_end
+
+TILE = gl.constexpr(128)  # rows of a tile; rows of one matrix of a pair
+STEP = gl.constexpr(64)  # columns of a step
+STAGES = gl.constexpr(4)
+AHEAD = gl.constexpr(3)
+THREADS = gl.constexpr(256)
+WHOLE_BYTES = gl.constexpr(2 * (128 + 2 * 128) * 64)  # of a step
+HALF_BYTES = gl.constexpr(2 * (64 + 2 * 128) * 64)
+
+ROWS_IN_SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+PAIR_IN_SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
+PULLED = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 2], [1, 0]))
+PUSHED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # 16 lanes: 256 bytes of a row
+WHOLE_SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, 256, 16]))
+HALF_SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 128, 16]))
+
+
+@gluon.jit
+def of_lane_0(values):
+    """`tasks.of_lane_0`, with layouts."""
+    return gl.sum(gl.gather(values, gl.zeros([1], gl.int32, LANES), 0), axis=0)
+
+
+@gluon.jit
+def operands(kind, tile, part, expert, ring, x_desc, h_desc, gate_up_desc, down_desc, H: gl.constexpr, I: gl.constexpr):
+    """-> (descriptor of rows, of pairs, first row, first row of the pair, steps) of an up or down task."""
+    a_desc = h_desc
+    b_desc = down_desc
+    b_row = expert * H + gl.minimum(part * (2 * TILE), H - 2 * TILE)
+    steps = (I + STEP - 1) // STEP
+    if kind == UP:
+        a_desc = x_desc
+        b_desc = gate_up_desc
+        b_row = expert * I + part * TILE
+        steps = (H + STEP - 1) // STEP
+    return a_desc, b_desc, (tile % ring) * TILE, b_row, steps
+
+
+@gluon.jit
+def begin_load(a_desc, b_desc, a_row, b_row, i, q, whole, needed, a_stages, b_stages, barriers):
+    """Begin the load of a task's step i into the stage of step q, if needed. whole: of all rows, not of the first half."""
+    stage = q % STAGES
+    barrier = barriers.index(stage)
+    a = a_stages.index(stage)
+    mbarrier.expect(barrier, WHOLE_BYTES, pred=needed & whole)
+    mbarrier.expect(barrier, HALF_BYTES, pred=needed & (whole == 0))
+    tma.async_copy_global_to_shared(a_desc, [a_row, i * STEP], barrier, a.slice(0, TILE // 2), pred=needed)
+    tma.async_copy_global_to_shared(a_desc, [a_row + TILE // 2, i * STEP], barrier, a.slice(TILE // 2, TILE // 2), pred=needed & whole)
+    tma.async_copy_global_to_shared(b_desc, [0, b_row, i * STEP], barrier, b_stages.index(stage), pred=needed)
+
+
+@gluon.jit
+def multiply_step(total, i, q, a_stages, b_stages, barriers, ROWS: gl.constexpr):
+    """Begin a task's step i, at step q, and wait for the product of the step before it: every warp has then read that one's stage."""
+    stage = q % STAGES
+    mbarrier.wait(barriers.index(stage), (q // STAGES) & 1)
+    a = a_stages.index(stage).slice(0, ROWS)
+    b = b_stages.index(stage).reshape([2 * TILE, STEP]).permute([1, 0])
+    total = warpgroup_mma(a, b, total, use_acc=i > 0, is_async=True)
+    total = warpgroup_mma_wait(1, deps=[total])
+    gl.thread_barrier()
+    return total
+
+
+@gluon.jit
+def halves(total, staging, ROWS: gl.constexpr):
+    """`experts.rounded_halves`. A half tile's warpgroups hold one tile of the pair each, so that they exchange them through staging."""
+    if ROWS == TILE:
+        first, second = rounded_halves(total, ROWS, TILE)
+    else:
+        place = staging._reinterpret(gl.bfloat16, [ROWS, 2 * TILE], ROWS_IN_SHARED)
+        place.store(rounded_pairs(total))
+        gl.thread_barrier()
+        first = place.slice(0, TILE, dim=1).load(PUSHED)
+        second = place.slice(TILE, TILE, dim=1).load(PUSHED)
+    return first, second
+
+
+@gluon.jit
+def by_rows(y, staging, ROWS: gl.constexpr):
+    """A tile of `halves` in the layout of pushes."""
+    rows = y
+    if ROWS == TILE:
+        gl.thread_barrier()
+        staging.store(y)
+        gl.thread_barrier()
+        rows = staging.load(PUSHED)
+    return rows
+
+
+@gluon.jit
+def store_tile(value, desc, row, column, staging, ROWS: gl.constexpr):
+    """Begin the store of a bf16 tile, after the one before it has been read from staging."""
+    tma.store_wait(0)
+    gl.thread_barrier()
+    place = staging.slice(0, ROWS)
+    place.store(value)
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(desc, [row, column], place)
+
+
+@gluon.jit
+def store_hidden(
+    total, gate_first, h_desc, gate_desc, up_desc, ring_row, row, column, saved_rows, limit, staging,
+    CLAMP: gl.constexpr, SAVE: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """`experts.store_hidden`: h, and gate and up of the first saved_rows rows."""
+    first, second = halves(total, staging, ROWS)
+    gate, up = in_order(first, second, gate_first)
+    if SAVE:
+        if row < saved_rows:
+            store_tile(gate, gate_desc, row, column, staging, ROWS)
+            store_tile(up, up_desc, row, column, staging, ROWS)
+            if ROWS < TILE:
+                padding = gl.full([ROWS, TILE], 0, gl.bfloat16, PUSHED)
+                store_tile(padding, gate_desc, row + ROWS, column, staging, ROWS)
+                tma.async_copy_shared_to_global(up_desc, [row + ROWS, column], staging.slice(0, ROWS))
+    hidden = rounded_pairs(swiglu(gate, up, limit, CLAMP))
+    store_tile(hidden, h_desc, ring_row, column, staging, ROWS)
+
+
+@gluon.jit
+def push_to_slots(y, combine_ptr, combine_ptrs, source, slot, column, H: gl.constexpr, R: gl.constexpr):
+    """`experts.push_to_slots`, with layouts."""
+    if R == 1:
+        slots = combine_ptr + slot.to(gl.int64) * H
+    else:
+        slots = peer_address(combine_ptrs, gl.maximum(source, 0), gl.bfloat16) + slot.to(gl.int64) * H
+    columns = column + gl.arange(0, TILE, gl.SliceLayout(0, PUSHED))
+    gl.store(slots[:, None] + columns[None, :], y, mask=(source >= 0)[:, None] & (columns < H)[None, :])
+
+
+@gluon.jit
+def pull_rows(
+    x_ptr, x_ptrs, ring_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row,
+    H: gl.constexpr, K: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr, BLOCK_H: gl.constexpr,
+):  # fmt: skip
+    """`dispatch.pull_rows` of one matrix, with layouts: parts of 16 rows and BLOCK_H columns, six on their way."""
+    HIGH: gl.constexpr = min(16, ROWS)
+    FLYING: gl.constexpr = 5
+    WIDE: gl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    PARTS: gl.constexpr = ROWS // HIGH * WIDE
+    lanes = gl.arange(0, HIGH, gl.SliceLayout(1, PULLED))
+    lane_columns = gl.arange(0, BLOCK_H, gl.SliceLayout(0, PULLED))
+    tokens = ()
+    slots = ()
+    live = ()
+    for group in gl.static_range(ROWS // HIGH):
+        source = gl.load(peer_rank_ptr + row + group * HIGH + lanes)
+        slot = gl.load(peer_token_idx_ptr + row + group * HIGH + lanes)
+        tokens = tokens + (find_tokens(x_ptr, x_ptrs, source, slot, H, K, R),)
+        slots = slots + (ring_ptr + (ring_row + group * HIGH + lanes).to(gl.int64) * H,)
+        live = live + (source >= 0,)
+    ahead = ()
+    for i in gl.static_range(PARTS + FLYING):
+        if i < PARTS:
+            columns = i % WIDE * BLOCK_H + lane_columns
+            mask = live[i // WIDE][:, None]
+            if H % BLOCK_H != 0:
+                mask = mask & (columns < H)[None, :]
+            ahead = ahead + (gl.load(tokens[i // WIDE][:, None] + columns[None, :], mask=mask, other=0),)
+        if i >= FLYING:
+            columns = (i - FLYING) % WIDE * BLOCK_H + lane_columns
+            to = slots[(i - FLYING) // WIDE][:, None] + columns[None, :]
+            if H % BLOCK_H != 0:
+                gl.store(to, ahead[0], mask=(columns < H)[None, :])
+            else:
+                gl.store(to, ahead[0])
+            ahead = ahead[1:]
+
+
+@gluon.jit
+def read_if(signal_ptr, least, lanes):
+    """What a signal lacks to `least`, read by lane 0, which alone knows it; without waiting. 0: nothing."""
+    read = (lanes == 0) & (least > 0)
+    found = gl.atomic_add(signal_ptr + lanes, lanes * 0, mask=read, sem="acquire", scope="gpu")
+    return gl.where(read, gl.maximum(least - found, 0), 0)
+
+
+@gluon.jit
+def expert_task(
+    kind, tile, part, expert, q, loaded, ticket, taken, lanes, tasks_ptr, num_tasks,
+    x_desc, h_desc, gate_up_desc, down_desc, store_h_desc, save_gate_desc, save_up_desc, a_stages, b_stages, staging, barriers,
+    combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr, x_ready_ptr, h_ready_ptr, h_free_ptr, trace_ptr,
+    ring, saved_rows, gate_first, limit,
+    H: gl.constexpr, I: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, SAVE: gl.constexpr, PARTS: gl.constexpr,
+    UPS: gl.constexpr, DOWNS: gl.constexpr, ROWS: gl.constexpr, TRACE: gl.constexpr,
+):  # fmt: skip
+    """An up or down task over the first ROWS rows of a tile, its first step at q. -> (the next task, if its first loads are under way)."""
+    SUMS: gl.constexpr = WHOLE_SUMS if ROWS == TILE else HALF_SUMS
+    WHOLE: gl.constexpr = ROWS == TILE
+    row = tile * TILE
+    a_desc, b_desc, a_row, b_row, steps = operands(kind, tile, part, expert, ring, x_desc, h_desc, gate_up_desc, down_desc, H, I)
+    for i in gl.static_range(AHEAD):
+        begin_load(a_desc, b_desc, a_row, b_row, i, q + i, WHOLE, loaded == 0, a_stages, b_stages, barriers)
+    total = gl.zeros([ROWS, 2 * TILE], gl.float32, SUMS)
+    last = steps - AHEAD
+    look = gl.maximum(last - 4, 0)
+    ask = gl.maximum(last - 2, 0)
+    # The next task is looked up in three moves, each of which has a few steps' time until the following one looks at what it fetched.
+    for i in range(0, look):
+        total = multiply_step(total, i, q + i, a_stages, b_stages, barriers, ROWS)
+        begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, WHOLE, True, a_stages, b_stages, barriers)
+    following = find(tasks_ptr, taken, num_tasks, lanes)
+    for i in range(look, ask):
+        total = multiply_step(total, i, q + i, a_stages, b_stages, barriers, ROWS)
+        begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, WHOLE, True, a_stages, b_stages, barriers)
+    task = of_lane_0(following)
+    next_kind, next_tile, next_part, next_expert, next_half = unpack(task)
+    multiplies = (next_kind == UP) | (next_kind == DOWN)
+    signal, least, _ = needs(next_kind, next_tile, x_ready_ptr, h_ready_ptr, h_ready_ptr, ring, PARTS, UPS, 0)
+    lacking = read_if(signal, gl.where(multiplies, least, 0), lanes)
+    again = (next_kind == UP) & (next_tile >= ring)  # the place of h, too
+    lacking += read_if(gl.where(again, h_free_ptr + next_tile - ring, signal), gl.where(again, DOWNS, 0), lanes)
+    for i in range(ask, last):
+        total = multiply_step(total, i, q + i, a_stages, b_stages, barriers, ROWS)
+        begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, WHOLE, True, a_stages, b_stages, barriers)
+    load_next = multiplies & (of_lane_0(lacking) == 0)
+    order_copy_engine(next_tile)
+    next_a_desc, next_b_desc, next_a_row, next_b_row, _ = operands(
+        next_kind, next_tile, next_part, next_expert, ring, x_desc, h_desc, gate_up_desc, down_desc, H, I
+    )
+    for i in range(last, steps):
+        total = multiply_step(total, i, q + i, a_stages, b_stages, barriers, ROWS)
+        begin_load(
+            next_a_desc, next_b_desc, next_a_row, next_b_row, i - last, q + i + AHEAD, next_half == 0, load_next, a_stages, b_stages, barriers
+        )
+    total = warpgroup_mma_wait(0, deps=[total])
+    if TRACE:
+        note(trace_ptr, ticket, COMPUTED)
+    if kind == UP:
+        store_hidden(
+            total, gate_first, store_h_desc, save_gate_desc, save_up_desc, a_row, row, part * TILE, saved_rows, limit, staging,
+            CLAMP, SAVE, ROWS,
+        )  # fmt: skip
+        finish_copy_engine_stores(tile)
+        announce(h_ready_ptr + tile)
+    else:
+        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, PUSHED))
+        source = gl.load(peer_rank_ptr + rows)
+        slot = gl.load(peer_token_idx_ptr + rows)
+        column = gl.minimum(part * (2 * TILE), H - 2 * TILE)
+        ab, ac = halves(total, staging, ROWS)
+        announce(h_free_ptr + tile)
+        push_to_slots(by_rows(ab, staging, ROWS), combine_ptr, combine_ptrs, source, slot, column, H, R)
+        push_to_slots(by_rows(ac, staging, ROWS), combine_ptr, combine_ptrs, source, slot, column + TILE, H, R)
+    return task, load_next.to(gl.int32), steps
+
+
+@gluon.jit(do_not_specialize=["rank", "max_tiles", "ring", "saved_rows", "gate_first", "wait_limit"])
+def forward_hopper_kernel(
+    x_ptr, x_ptrs, combine_ptr, combine_ptrs, control_ptrs, peer_rank_ptr, peer_token_idx_ptr, tasks_ptr, ring_ptr,
+    half_x_desc, half_h_desc, gate_up_desc, down_desc, store_h_desc, save_gate_desc, save_up_desc,
+    store_half_h_desc, save_half_gate_desc, save_half_up_desc,
+    signals_ptr, trace_ptr, rank, max_tiles, ring, saved_rows, gate_first, limit, wait_limit,
+    H: gl.constexpr, I: gl.constexpr, K: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, SAVE: gl.constexpr,
+    PARTS: gl.constexpr, BLOCK_H: gl.constexpr, TRACE: gl.constexpr,
+):  # fmt: skip
+    """`forward.forward_kernel` without shared experts and MXFP8; H and I of at least AHEAD steps."""
+    UPS: gl.constexpr = (I + TILE - 1) // TILE
+    DOWNS: gl.constexpr = (H + 2 * TILE - 1) // (2 * TILE)
+    x_ready_ptr = signals_ptr + 32
+    h_ready_ptr = x_ready_ptr + max_tiles
+    h_free_ptr = h_ready_ptr + max_tiles
+    a_stages = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, STEP], ROWS_IN_SHARED)
+    b_stages = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2, TILE, STEP], PAIR_IN_SHARED)
+    staging = gl.allocate_shared_memory(gl.bfloat16, [TILE, TILE], ROWS_IN_SHARED)
+    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(barriers.index(stage), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    lanes = gl.arange(0, THREADS, LANES)
+    ones = gl.full([THREADS], 1, gl.int32, LANES)
+    num_tasks = gl.load(tasks_ptr).to(gl.int32)
+    taken = gl.atomic_add(signals_ptr + lanes, ones, mask=lanes == 0, sem="relaxed", scope="gpu")
+    task = of_lane_0(find(tasks_ptr, taken, num_tasks, lanes))
+    ticket = of_lane_0(taken) if TRACE else 0
+    if TRACE:
+        note_begin(trace_ptr)
+    q = num_tasks * 0  # steps begun by this program
+    loaded = num_tasks * 0
+    while (task & 7) != END:
+        taken = gl.atomic_add(signals_ptr + lanes, ones, mask=lanes == 0, sem="relaxed", scope="gpu")
+        if TRACE:
+            note(trace_ptr, ticket, BEGIN)
+        kind, tile, part, expert, half = unpack(task)
+        ok = loaded != 0
+        if loaded == 0:
+            ok = wait_for_inputs(
+                kind, tile, x_ready_ptr, h_ready_ptr, h_free_ptr, h_ready_ptr, control_ptrs, rank, ring, wait_limit, R, PARTS, UPS, DOWNS, 0
+            )
+        if TRACE:
+            note(trace_ptr, ticket, READY)
+        task = task * 0 + END
+        steps = q * 0
+        next_loaded = q * 0
+        if ok:
+            if kind == PULL:
+                ROWS: gl.constexpr = TILE // PARTS
+                pull_rows(
+                    x_ptr, x_ptrs, ring_ptr, peer_rank_ptr, peer_token_idx_ptr, tile * TILE + part * ROWS,
+                    (tile % ring) * TILE + part * ROWS, H, K, R, ROWS, BLOCK_H,
+                )  # fmt: skip
+                order_copy_engine(tile)
+                announce(x_ready_ptr + tile)
+                task = of_lane_0(find(tasks_ptr, taken, num_tasks, lanes))
+            elif kind == NOTHING:
+                task = of_lane_0(find(tasks_ptr, taken, num_tasks, lanes))
+            elif half != 0:
+                task, next_loaded, steps = expert_task(
+                    kind, tile, part, expert, q, loaded, ticket, taken, lanes, tasks_ptr, num_tasks,
+                    half_x_desc, half_h_desc, gate_up_desc, down_desc, store_half_h_desc, save_half_gate_desc, save_half_up_desc,
+                    a_stages, b_stages, staging, barriers, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
+                    x_ready_ptr, h_ready_ptr, h_free_ptr, trace_ptr, ring, saved_rows, gate_first, limit,
+                    H, I, R, CLAMP, SAVE, PARTS, UPS, DOWNS, TILE // 2, TRACE,
+                )  # fmt: skip
+            else:
+                task, next_loaded, steps = expert_task(
+                    kind, tile, part, expert, q, loaded, ticket, taken, lanes, tasks_ptr, num_tasks,
+                    half_x_desc, half_h_desc, gate_up_desc, down_desc, store_h_desc, save_gate_desc, save_up_desc,
+                    a_stages, b_stages, staging, barriers, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
+                    x_ready_ptr, h_ready_ptr, h_free_ptr, trace_ptr, ring, saved_rows, gate_first, limit,
+                    H, I, R, CLAMP, SAVE, PARTS, UPS, DOWNS, TILE, TRACE,
+                )  # fmt: skip
+        q += steps
+        loaded = next_loaded
+        if TRACE:
+            note(trace_ptr, ticket, DONE)
+            ticket = of_lane_0(taken)
+    if TRACE:
+        note_end(trace_ptr)
