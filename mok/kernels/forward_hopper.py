@@ -38,9 +38,8 @@ TILE = gl.constexpr(128)  # rows of a tile; rows of one matrix of a pair
 STEP = gl.constexpr(64)  # columns of a step
 STAGES = gl.constexpr(4)
 AHEAD = gl.constexpr(3)
+EARLY = gl.constexpr(2)  # steps of a task before the one before it is announced
 THREADS = gl.constexpr(256)
-WHOLE_BYTES = gl.constexpr(2 * (128 + 2 * 128) * 64)  # of a step
-HALF_BYTES = gl.constexpr(2 * (64 + 2 * 128) * 64)
 
 ROWS_IN_SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 PAIR_IN_SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
@@ -73,26 +72,27 @@ def operands(kind, tile, part, expert, ring, x_desc, h_desc, gate_up_desc, down_
 
 
 @gluon.jit
-def begin_load(a_desc, b_desc, a_row, b_row, i, q, whole, needed, a_stages, b_stages, barriers):
-    """Begin the load of a task's step i into the stage of step q, if needed. whole: of all rows, not of the first half."""
-    stage = q % STAGES
+def begin_load(a_desc, b_desc, a_row, b_row, i, q, a_stages, b_stages, barriers, ROWS: gl.constexpr):
+    """Begin the load of a task's step i, of its tile's first ROWS rows, into the stage of step q."""
+    BYTES: gl.constexpr = 2 * (ROWS + 2 * TILE) * STEP
+    stage = q & (STAGES - 1)
     barrier = barriers.index(stage)
     a = a_stages.index(stage)
-    mbarrier.expect(barrier, WHOLE_BYTES, pred=needed & whole)
-    mbarrier.expect(barrier, HALF_BYTES, pred=needed & (whole == 0))
-    tma.async_copy_global_to_shared(a_desc, [a_row, i * STEP], barrier, a.slice(0, TILE // 2), pred=needed)
-    tma.async_copy_global_to_shared(a_desc, [a_row + TILE // 2, i * STEP], barrier, a.slice(TILE // 2, TILE // 2), pred=needed & whole)
-    tma.async_copy_global_to_shared(b_desc, [0, b_row, i * STEP], barrier, b_stages.index(stage), pred=needed)
+    mbarrier.expect(barrier, BYTES)
+    tma.async_copy_global_to_shared(a_desc, [a_row, i * STEP], barrier, a.slice(0, TILE // 2))
+    if ROWS == TILE:
+        tma.async_copy_global_to_shared(a_desc, [a_row + TILE // 2, i * STEP], barrier, a.slice(TILE // 2, TILE // 2))
+    tma.async_copy_global_to_shared(b_desc, [0, b_row, i * STEP], barrier, b_stages.index(stage))
 
 
 @gluon.jit
-def multiply_step(total, i, q, a_stages, b_stages, barriers, ROWS: gl.constexpr):
-    """Begin a task's step i, at step q, and wait for the product of the step before it: every warp has then read that one's stage."""
-    stage = q % STAGES
+def multiply_step(total, q, a_stages, b_stages, barriers, ROWS: gl.constexpr, FIRST: gl.constexpr = False):
+    """Begin the product of step q, a task's first or another one, and wait for the product of the step before it: every warp has then read that one's stage."""
+    stage = q & (STAGES - 1)
     mbarrier.wait(barriers.index(stage), (q // STAGES) & 1)
     a = a_stages.index(stage).slice(0, ROWS)
     b = b_stages.index(stage).reshape([2 * TILE, STEP]).permute([1, 0])
-    total = warpgroup_mma(a, b, total, use_acc=i > 0, is_async=True)
+    total = warpgroup_mma(a, b, total, use_acc=not FIRST, is_async=True)
     total = warpgroup_mma_wait(1, deps=[total])
     gl.thread_barrier()
     return total
@@ -157,12 +157,24 @@ def store_hidden(
 
 
 @gluon.jit
-def push_to_slots(y, combine_ptr, combine_ptrs, source, slot, column, H: gl.constexpr, R: gl.constexpr):
-    """`experts.push_to_slots`, with layouts."""
+def find_slots(
+    peer_rank_ptr, peer_token_idx_ptr, combine_ptr, combine_ptrs, row, needed, H: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr
+):  # fmt: skip
+    """Addresses of the slots of a tile's rows, and whether a row is real, if needed."""
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, PUSHED))
+    mask = (rows >= 0) & needed
+    source = gl.load(peer_rank_ptr + rows, mask=mask, other=-1)
+    slot = gl.load(peer_token_idx_ptr + rows, mask=mask, other=0)
     if R == 1:
         slots = combine_ptr + slot.to(gl.int64) * H
     else:
         slots = peer_address(combine_ptrs, gl.maximum(source, 0), gl.bfloat16) + slot.to(gl.int64) * H
+    return slots, source
+
+
+@gluon.jit
+def push_to_slots(y, slots, source, column, H: gl.constexpr):
+    """`experts.push_to_slots`, with layouts."""
     columns = column + gl.arange(0, TILE, gl.SliceLayout(0, PUSHED))
     gl.store(slots[:, None] + columns[None, :], y, mask=(source >= 0)[:, None] & (columns < H)[None, :])
 
@@ -208,15 +220,13 @@ def pull_rows(
 
 @gluon.jit
 def read_if(signal_ptr, least, lanes):
-    """What a signal lacks to `least`, read by lane 0, which alone knows it; without waiting. 0: nothing."""
-    read = (lanes == 0) & (least > 0)
-    found = gl.atomic_add(signal_ptr + lanes, lanes * 0, mask=read, sem="acquire", scope="gpu")
-    return gl.where(read, gl.maximum(least - found, 0), 0)
+    """Begin to read a signal without waiting, by lane 0, if something is asked of it; no other value of the result means anything."""
+    return gl.atomic_add(signal_ptr + lanes, lanes * 0, mask=(lanes == 0) & (least > 0), sem="acquire", scope="gpu")
 
 
 @gluon.jit
 def expert_task(
-    kind, tile, part, expert, q, loaded, ticket, taken, lanes, tasks_ptr, num_tasks,
+    kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks,
     x_desc, h_desc, gate_up_desc, down_desc, store_h_desc, save_gate_desc, save_up_desc, a_stages, b_stages, staging, barriers,
     combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr, x_ready_ptr, h_ready_ptr, h_free_ptr, trace_ptr,
     ring, saved_rows, gate_first, limit,
@@ -225,63 +235,77 @@ def expert_task(
 ):  # fmt: skip
     """An up or down task over the first ROWS rows of a tile, its first step at q. -> (the next task, if its first loads are under way)."""
     SUMS: gl.constexpr = WHOLE_SUMS if ROWS == TILE else HALF_SUMS
-    WHOLE: gl.constexpr = ROWS == TILE
     row = tile * TILE
     a_desc, b_desc, a_row, b_row, steps = operands(kind, tile, part, expert, ring, x_desc, h_desc, gate_up_desc, down_desc, H, I)
-    for i in gl.static_range(AHEAD):
-        begin_load(a_desc, b_desc, a_row, b_row, i, q + i, WHOLE, loaded == 0, a_stages, b_stages, barriers)
+    if loaded == 0:
+        for i in gl.static_range(AHEAD):
+            begin_load(a_desc, b_desc, a_row, b_row, i, q + i, a_stages, b_stages, barriers, ROWS)
     total = gl.zeros([ROWS, 2 * TILE], gl.float32, SUMS)
+    for i in gl.static_range(EARLY):
+        total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS, i == 0)
+        begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
+    finish_copy_engine_stores(tile)
+    if unannounced >= 0:
+        announce(h_ready_ptr + unannounced)
     last = steps - AHEAD
-    look = gl.maximum(last - 4, 0)
-    ask = gl.maximum(last - 2, 0)
+    look = gl.maximum(last - 4, EARLY)
+    ask = gl.maximum(last - 2, EARLY)
     # The next task is looked up in three moves, each of which has a few steps' time until the following one looks at what it fetched.
-    for i in range(0, look):
-        total = multiply_step(total, i, q + i, a_stages, b_stages, barriers, ROWS)
-        begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, WHOLE, True, a_stages, b_stages, barriers)
+    for i in range(EARLY, look):
+        total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
+        begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
     following = find(tasks_ptr, taken, num_tasks, lanes)
     for i in range(look, ask):
-        total = multiply_step(total, i, q + i, a_stages, b_stages, barriers, ROWS)
-        begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, WHOLE, True, a_stages, b_stages, barriers)
+        total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
+        begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
     task = of_lane_0(following)
     next_kind, next_tile, next_part, next_expert, next_half = unpack(task)
     multiplies = (next_kind == UP) | (next_kind == DOWN)
     signal, least, _ = needs(next_kind, next_tile, x_ready_ptr, h_ready_ptr, h_ready_ptr, ring, PARTS, UPS, 0)
-    lacking = read_if(signal, gl.where(multiplies, least, 0), lanes)
+    least = gl.where(multiplies, least, 0)
+    found = read_if(signal, least, lanes)
     again = (next_kind == UP) & (next_tile >= ring)  # the place of h, too
-    lacking += read_if(gl.where(again, h_free_ptr + next_tile - ring, signal), gl.where(again, DOWNS, 0), lanes)
+    least_free = gl.where(again, DOWNS, 0)
+    found_free = read_if(gl.where(again, h_free_ptr + next_tile - ring, signal), least_free, lanes)
     for i in range(ask, last):
-        total = multiply_step(total, i, q + i, a_stages, b_stages, barriers, ROWS)
-        begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, WHOLE, True, a_stages, b_stages, barriers)
-    load_next = multiplies & (of_lane_0(lacking) == 0)
+        total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
+        begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
+    there = ((least == 0) | (found >= least)) & ((least_free == 0) | (found_free >= least_free))
+    load_next = multiplies & (of_lane_0(there.to(gl.int32)) != 0)
     order_copy_engine(next_tile)
     next_a_desc, next_b_desc, next_a_row, next_b_row, _ = operands(
         next_kind, next_tile, next_part, next_expert, ring, x_desc, h_desc, gate_up_desc, down_desc, H, I
     )
+    slots, source = find_slots(peer_rank_ptr, peer_token_idx_ptr, combine_ptr, combine_ptrs, row, kind == DOWN, H, R, ROWS)
     for i in range(last, steps):
-        total = multiply_step(total, i, q + i, a_stages, b_stages, barriers, ROWS)
-        begin_load(
-            next_a_desc, next_b_desc, next_a_row, next_b_row, i - last, q + i + AHEAD, next_half == 0, load_next, a_stages, b_stages, barriers
-        )
+        total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
+        if load_next:
+            to = q + i + AHEAD
+            if next_half == 0:
+                begin_load(next_a_desc, next_b_desc, next_a_row, next_b_row, i - last, to, a_stages, b_stages, barriers, TILE)
+            else:
+                begin_load(next_a_desc, next_b_desc, next_a_row, next_b_row, i - last, to, a_stages, b_stages, barriers, TILE // 2)
     total = warpgroup_mma_wait(0, deps=[total])
     if TRACE:
         note(trace_ptr, ticket, COMPUTED)
+    unannounced = q * 0 - 1
     if kind == UP:
         store_hidden(
             total, gate_first, store_h_desc, save_gate_desc, save_up_desc, a_row, row, part * TILE, saved_rows, limit, staging,
             CLAMP, SAVE, ROWS,
         )  # fmt: skip
-        finish_copy_engine_stores(tile)
-        announce(h_ready_ptr + tile)
+        if load_next:
+            unannounced = tile
+        else:
+            finish_copy_engine_stores(tile)
+            announce(h_ready_ptr + tile)
     else:
-        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, PUSHED))
-        source = gl.load(peer_rank_ptr + rows)
-        slot = gl.load(peer_token_idx_ptr + rows)
         column = gl.minimum(part * (2 * TILE), H - 2 * TILE)
         ab, ac = halves(total, staging, ROWS)
         announce(h_free_ptr + tile)
-        push_to_slots(by_rows(ab, staging, ROWS), combine_ptr, combine_ptrs, source, slot, column, H, R)
-        push_to_slots(by_rows(ac, staging, ROWS), combine_ptr, combine_ptrs, source, slot, column + TILE, H, R)
-    return task, load_next.to(gl.int32), steps
+        push_to_slots(by_rows(ab, staging, ROWS), slots, source, column, H)
+        push_to_slots(by_rows(ac, staging, ROWS), slots, source, column + TILE, H)
+    return task, load_next.to(gl.int32), unannounced, steps
 
 
 @gluon.jit(do_not_specialize=["rank", "max_tiles", "ring", "saved_rows", "gate_first", "wait_limit"])
@@ -316,7 +340,8 @@ def forward_hopper_kernel(
     if TRACE:
         note_begin(trace_ptr)
     q = num_tasks * 0  # steps begun by this program
-    loaded = num_tasks * 0
+    loaded = num_tasks * 0  # whether the task's first loads are under way,
+    unannounced = num_tasks * 0 - 1  # and the tile of h that the up task before it stored, if it is still to be announced
     while (task & 7) != END:
         taken = gl.atomic_add(signals_ptr + lanes, ones, mask=lanes == 0, sem="relaxed", scope="gpu")
         if TRACE:
@@ -324,6 +349,7 @@ def forward_hopper_kernel(
         kind, tile, part, expert, half = unpack(task)
         ok = loaded != 0
         if loaded == 0:
+            finish_copy_engine_stores(tile)
             ok = wait_for_inputs(
                 kind, tile, x_ready_ptr, h_ready_ptr, h_free_ptr, h_ready_ptr, control_ptrs, rank, ring, wait_limit, R, PARTS, UPS, DOWNS, 0
             )
@@ -331,7 +357,6 @@ def forward_hopper_kernel(
             note(trace_ptr, ticket, READY)
         task = task * 0 + END
         steps = q * 0
-        next_loaded = q * 0
         if ok:
             if kind == PULL:
                 ROWS: gl.constexpr = TILE // PARTS
@@ -339,29 +364,28 @@ def forward_hopper_kernel(
                     x_ptr, x_ptrs, ring_ptr, peer_rank_ptr, peer_token_idx_ptr, tile * TILE + part * ROWS,
                     (tile % ring) * TILE + part * ROWS, H, K, R, ROWS, BLOCK_H,
                 )  # fmt: skip
-                order_copy_engine(tile)
+                finish_copy_engine_stores(tile)
                 announce(x_ready_ptr + tile)
                 task = of_lane_0(find(tasks_ptr, taken, num_tasks, lanes))
             elif kind == NOTHING:
                 task = of_lane_0(find(tasks_ptr, taken, num_tasks, lanes))
             elif half != 0:
-                task, next_loaded, steps = expert_task(
-                    kind, tile, part, expert, q, loaded, ticket, taken, lanes, tasks_ptr, num_tasks,
+                task, loaded, unannounced, steps = expert_task(
+                    kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks,
                     half_x_desc, half_h_desc, gate_up_desc, down_desc, store_half_h_desc, save_half_gate_desc, save_half_up_desc,
                     a_stages, b_stages, staging, barriers, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
                     x_ready_ptr, h_ready_ptr, h_free_ptr, trace_ptr, ring, saved_rows, gate_first, limit,
                     H, I, R, CLAMP, SAVE, PARTS, UPS, DOWNS, TILE // 2, TRACE,
                 )  # fmt: skip
             else:
-                task, next_loaded, steps = expert_task(
-                    kind, tile, part, expert, q, loaded, ticket, taken, lanes, tasks_ptr, num_tasks,
+                task, loaded, unannounced, steps = expert_task(
+                    kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks,
                     half_x_desc, half_h_desc, gate_up_desc, down_desc, store_h_desc, save_gate_desc, save_up_desc,
                     a_stages, b_stages, staging, barriers, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
                     x_ready_ptr, h_ready_ptr, h_free_ptr, trace_ptr, ring, saved_rows, gate_first, limit,
                     H, I, R, CLAMP, SAVE, PARTS, UPS, DOWNS, TILE, TRACE,
                 )  # fmt: skip
         q += steps
-        loaded = next_loaded
         if TRACE:
             note(trace_ptr, ticket, DONE)
             ticket = of_lane_0(taken)
