@@ -1,9 +1,9 @@
 """The forward kernel of `forward.py` for Hopper (sm_90), in Gluon, with a ring of loads that runs on over tasks.
 
-The same tasks, signals, rows and bits. A step's operands, 64 columns of 128 rows and of 2 x 128 rows of a pair, lie in one of STAGES stages;
-loads run AHEAD = STAGES - 1 steps ahead of the products. In a task's last AHEAD steps the stages that become free receive the next task's
-first operands, if what it reads is there already by one reading of its signals. So they arrive while this task's results are stored, and
-the next task begins with products.
+The same tasks, signals, rows and bits. A step's operands, 64 columns of 128 rows and of 2 x 128 rows of a pair, lie in one of STAGES
+stages; loads run AHEAD = STAGES - 1 steps ahead of the products. In a task's last AHEAD steps the stages that become free receive the
+next task's first operands, if what it reads is there already by one reading of its signals. So they arrive while this task's results are
+stored, and the next task begins with products. A tile of h is announced in the next task's first steps, when its store is long complete.
 
     steps of task n    ..  K-3   K-2   K-1  | results stored, announced |   0     1     2   ..
     loads begun        ..  0'    1'    2'   |                           |   3'    4'    5'  ..
@@ -23,9 +23,12 @@ Legend: H hidden, I intermediate, K choices per token, R ranks.
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mok.kernels.dispatch import find_tokens
 from mok.kernels.experts import in_order, rounded_halves, rounded_pairs, swiglu
@@ -87,7 +90,7 @@ def begin_load(a_desc, b_desc, a_row, b_row, i, q, a_stages, b_stages, barriers,
 
 @gluon.jit
 def multiply_step(total, q, a_stages, b_stages, barriers, ROWS: gl.constexpr, FIRST: gl.constexpr = False):
-    """Begin the product of step q, a task's first or another one, and wait for the product of the step before it: every warp has then read that one's stage."""
+    """Begin the product of step q, and wait for that of the step before it, whose stage every warp has then read. FIRST: of a task."""
     stage = q & (STAGES - 1)
     mbarrier.wait(barriers.index(stage), (q // STAGES) & 1)
     a = a_stages.index(stage).slice(0, ROWS)
@@ -391,3 +394,13 @@ def forward_hopper_kernel(
             ticket = of_lane_0(taken)
     if TRACE:
         note_end(trace_ptr)
+
+
+def launch(args: dict[str, Any], programs: int) -> None:
+    """Launch the kernel with the arguments of `launch.kernel_arguments`, whose tiles and warps are those of the default plan."""
+    own = {name: args[name] for name in forward_hopper_kernel.arg_names}
+    for name, value in own.items():
+        if name.endswith("_desc"):
+            layout = (PAIR_IN_SHARED if len(value.block_shape) == 3 else ROWS_IN_SHARED).value
+            own[name] = TensorDescriptor(value.base, list(value.shape), list(value.strides), list(value.block_shape), layout)
+    forward_hopper_kernel[(programs,)](**own, num_warps=8)
