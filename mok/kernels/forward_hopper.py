@@ -129,8 +129,7 @@ def by_rows(y, staging, ROWS: gl.constexpr):
 
 @gluon.jit
 def store_tile(value, desc, row, column, staging, ROWS: gl.constexpr):
-    """Begin the store of a bf16 tile, after the one before it has been read from staging."""
-    tma.store_wait(0)
+    """Begin the store of a bf16 tile from staging, which no store reads."""
     gl.thread_barrier()
     place = staging.slice(0, ROWS)
     place.store(value)
@@ -144,17 +143,20 @@ def store_hidden(
     total, gate_first, h_desc, gate_desc, up_desc, ring_row, row, column, saved_rows, limit, staging,
     CLAMP: gl.constexpr, SAVE: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """`experts.store_hidden`: h, and gate and up of the first saved_rows rows."""
+    """`experts.store_hidden`: h, and gate and up of the first saved_rows rows. h's store is not finished."""
     first, second = halves(total, staging, ROWS)
     gate, up = in_order(first, second, gate_first)
     if SAVE:
         if row < saved_rows:
             store_tile(gate, gate_desc, row, column, staging, ROWS)
+            tma.store_wait(0)
             store_tile(up, up_desc, row, column, staging, ROWS)
+            tma.store_wait(0)
             if ROWS < TILE:
                 padding = gl.full([ROWS, TILE], 0, gl.bfloat16, PUSHED)
                 store_tile(padding, gate_desc, row + ROWS, column, staging, ROWS)
                 tma.async_copy_shared_to_global(up_desc, [row + ROWS, column], staging.slice(0, ROWS))
+                tma.store_wait(0)
     hidden = rounded_pairs(swiglu(gate, up, limit, CLAMP))
     store_tile(hidden, h_desc, ring_row, column, staging, ROWS)
 
