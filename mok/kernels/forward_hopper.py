@@ -3,7 +3,8 @@
 The same tasks, signals, rows and bits. A step's operands, 64 columns of 128 rows and of 2 x 128 rows of a pair, lie in one of STAGES
 stages; loads run AHEAD = STAGES - 1 steps ahead of the products. In a task's last AHEAD steps the stages that become free receive the
 next task's first operands, if what it reads is there already by one reading of its signals. So they arrive while this task's results are
-stored, and the next task begins with products. A tile of h is announced in the next task's first steps, when its store is long complete.
+stored, and the next task begins with products. What such a task has to announce is announced in the next one's first steps, when its
+stores are long complete.
 
     steps of task n    ..  K-3   K-2   K-1  | results stored, announced |   0     1     2   ..
     loads begun        ..  0'    1'    2'   |                           |   3'    4'    5'  ..
@@ -234,11 +235,12 @@ def expert_task(
     kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks,
     x_desc, h_desc, gate_up_desc, down_desc, store_h_desc, save_gate_desc, save_up_desc, a_stages, b_stages, staging, barriers,
     combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr, x_ready_ptr, h_ready_ptr, h_free_ptr, trace_ptr,
-    ring, saved_rows, gate_first, limit,
+    ring, max_tiles, saved_rows, gate_first, limit,
     H: gl.constexpr, I: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, SAVE: gl.constexpr, PARTS: gl.constexpr,
     UPS: gl.constexpr, DOWNS: gl.constexpr, ROWS: gl.constexpr, TRACE: gl.constexpr,
 ):  # fmt: skip
-    """An up or down task over the first ROWS rows of a tile, its first step at q. -> (the next task, if its first loads are under way)."""
+    """An up or down task over the first ROWS rows of a tile, its first step at q. unannounced: from h_ready on, what the task before it has
+    left to be announced, or -1. -> (the next task, whether its first loads are under way, what is left to be announced, steps)."""
     SUMS: gl.constexpr = WHOLE_SUMS if ROWS == TILE else HALF_SUMS
     row = tile * TILE
     a_desc, b_desc, a_row, b_row, steps = operands(kind, tile, part, expert, ring, x_desc, h_desc, gate_up_desc, down_desc, H, I)
@@ -307,7 +309,10 @@ def expert_task(
     else:
         column = gl.minimum(part * (2 * TILE), H - 2 * TILE)
         ab, ac = halves(total, staging, ROWS)
-        announce(h_free_ptr + tile)
+        if load_next:
+            unannounced = tile + max_tiles
+        else:
+            announce(h_free_ptr + tile)
         push_to_slots(by_rows(ab, staging, ROWS), slots, source, column, H)
         push_to_slots(by_rows(ac, staging, ROWS), slots, source, column + TILE, H)
     return task, load_next.to(gl.int32), unannounced, steps
@@ -346,7 +351,7 @@ def forward_hopper_kernel(
         note_begin(trace_ptr)
     q = num_tasks * 0  # steps begun by this program
     loaded = num_tasks * 0  # whether the task's first loads are under way,
-    unannounced = num_tasks * 0 - 1  # and the tile of h that the up task before it stored, if it is still to be announced
+    unannounced = num_tasks * 0 - 1  # and the signal, counted from h_ready, that the task before it left to be announced, or -1
     while (task & 7) != END:
         taken = gl.atomic_add(signals_ptr + lanes, ones, mask=lanes == 0, sem="relaxed", scope="gpu")
         if TRACE:
@@ -379,7 +384,7 @@ def forward_hopper_kernel(
                     kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks,
                     half_x_desc, half_h_desc, gate_up_desc, down_desc, store_half_h_desc, save_half_gate_desc, save_half_up_desc,
                     a_stages, b_stages, staging, barriers, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
-                    x_ready_ptr, h_ready_ptr, h_free_ptr, trace_ptr, ring, saved_rows, gate_first, limit,
+                    x_ready_ptr, h_ready_ptr, h_free_ptr, trace_ptr, ring, max_tiles, saved_rows, gate_first, limit,
                     H, I, R, CLAMP, SAVE, PARTS, UPS, DOWNS, TILE // 2, TRACE,
                 )  # fmt: skip
             else:
@@ -387,7 +392,7 @@ def forward_hopper_kernel(
                     kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks,
                     half_x_desc, half_h_desc, gate_up_desc, down_desc, store_h_desc, save_gate_desc, save_up_desc,
                     a_stages, b_stages, staging, barriers, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
-                    x_ready_ptr, h_ready_ptr, h_free_ptr, trace_ptr, ring, saved_rows, gate_first, limit,
+                    x_ready_ptr, h_ready_ptr, h_free_ptr, trace_ptr, ring, max_tiles, saved_rows, gate_first, limit,
                     H, I, R, CLAMP, SAVE, PARTS, UPS, DOWNS, TILE, TRACE,
                 )  # fmt: skip
         q += steps
