@@ -374,9 +374,10 @@ def forward_hopper_kernel(
                     x_ptr, x_ptrs, ring_ptr, peer_rank_ptr, peer_token_idx_ptr, tile * TILE + part * ROWS,
                     (tile % ring) * TILE + part * ROWS, H, K, R, ROWS, BLOCK_H,
                 )  # fmt: skip
+                following = find(tasks_ptr, taken, num_tasks, lanes)
                 finish_copy_engine_stores(tile)
                 announce(x_ready_ptr + tile)
-                task = of_lane_0(find(tasks_ptr, taken, num_tasks, lanes))
+                task = of_lane_0(following)
             elif kind == NOTHING:
                 task = of_lane_0(find(tasks_ptr, taken, num_tasks, lanes))
             elif half != 0:
