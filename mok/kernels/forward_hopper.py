@@ -231,6 +231,26 @@ def read_if(signal_ptr, least, lanes):
 
 
 @gluon.jit
+def ask(kind, tile, ring, x_ready_ptr, h_ready_ptr, h_free_ptr, lanes, PARTS: gl.constexpr, UPS: gl.constexpr, DOWNS: gl.constexpr):
+    """Begin to read what a task waits for, if it multiplies: two signals, their least values, and whether it multiplies; for `answer`."""
+    multiplies = (kind == UP) | (kind == DOWN)
+    signal, least, _ = needs(kind, tile, x_ready_ptr, h_ready_ptr, h_ready_ptr, ring, PARTS, UPS, 0)
+    least = gl.where(multiplies, least, 0)
+    found = read_if(signal, least, lanes)
+    again = (kind == UP) & (tile >= ring)  # the place of h, too
+    least_free = gl.where(again, DOWNS, 0)
+    found_free = read_if(gl.where(again, h_free_ptr + tile - ring, signal), least_free, lanes)
+    return found, least, found_free, least_free, multiplies
+
+
+@gluon.jit
+def answer(found, least, found_free, least_free, multiplies):
+    """Whether a task multiplies and all that it waits for is there."""
+    there = ((least == 0) | (found >= least)) & ((least_free == 0) | (found_free >= least_free))
+    return multiplies & (of_lane_0(there.to(gl.int32)) != 0)
+
+
+@gluon.jit
 def expert_task(
     kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks,
     x_desc, h_desc, gate_up_desc, down_desc, store_h_desc, save_gate_desc, save_up_desc, a_stages, b_stages, staging, barriers,
@@ -256,29 +276,24 @@ def expert_task(
         announce(h_ready_ptr + unannounced)
     last = steps - AHEAD
     look = gl.maximum(last - 4, EARLY)
-    ask = gl.maximum(last - 2, EARLY)
+    turn = gl.maximum(last - 2, EARLY)
     # The next task is looked up in three moves, each of which has a few steps' time until the following one looks at what it fetched.
     for i in range(EARLY, look):
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
         begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
     following = find(tasks_ptr, taken, num_tasks, lanes)
-    for i in range(look, ask):
+    for i in range(look, turn):
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
         begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
     task = of_lane_0(following)
     next_kind, next_tile, next_part, next_expert, next_half = unpack(task)
-    multiplies = (next_kind == UP) | (next_kind == DOWN)
-    signal, least, _ = needs(next_kind, next_tile, x_ready_ptr, h_ready_ptr, h_ready_ptr, ring, PARTS, UPS, 0)
-    least = gl.where(multiplies, least, 0)
-    found = read_if(signal, least, lanes)
-    again = (next_kind == UP) & (next_tile >= ring)  # the place of h, too
-    least_free = gl.where(again, DOWNS, 0)
-    found_free = read_if(gl.where(again, h_free_ptr + next_tile - ring, signal), least_free, lanes)
-    for i in range(ask, last):
+    found, least, found_free, least_free, multiplies = ask(
+        next_kind, next_tile, ring, x_ready_ptr, h_ready_ptr, h_free_ptr, lanes, PARTS, UPS, DOWNS
+    )
+    for i in range(turn, last):
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
         begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
-    there = ((least == 0) | (found >= least)) & ((least_free == 0) | (found_free >= least_free))
-    load_next = multiplies & (of_lane_0(there.to(gl.int32)) != 0)
+    load_next = answer(found, least, found_free, least_free, multiplies)
     order_copy_engine(next_tile)
     next_a_desc, next_b_desc, next_a_row, next_b_row, _ = operands(
         next_kind, next_tile, next_part, next_expert, ring, x_desc, h_desc, gate_up_desc, down_desc, H, I
