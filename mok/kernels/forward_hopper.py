@@ -231,23 +231,28 @@ def read_if(signal_ptr, least, lanes):
 
 
 @gluon.jit
-def ask(kind, tile, ring, x_ready_ptr, h_ready_ptr, h_free_ptr, lanes, PARTS: gl.constexpr, UPS: gl.constexpr, DOWNS: gl.constexpr):
-    """Begin to read what a task waits for, if it multiplies: two signals, their least values, and whether it multiplies; for `answer`."""
+def least_values(kind, tile, ring, h_ready_ptr, PARTS: gl.constexpr, UPS: gl.constexpr, DOWNS: gl.constexpr):
+    """What a task that multiplies needs its two signals to be: that of its rows, and that of its place of h, where 0 asks for nothing."""
     multiplies = (kind == UP) | (kind == DOWN)
-    signal, least, _ = needs(kind, tile, x_ready_ptr, h_ready_ptr, h_ready_ptr, ring, PARTS, UPS, 0)
-    least = gl.where(multiplies, least, 0)
-    found = read_if(signal, least, lanes)
-    again = (kind == UP) & (tile >= ring)  # the place of h, too
-    least_free = gl.where(again, DOWNS, 0)
-    found_free = read_if(gl.where(again, h_free_ptr + tile - ring, signal), least_free, lanes)
-    return found, least, found_free, least_free, multiplies
+    _, least, _ = needs(kind, tile, h_ready_ptr, h_ready_ptr, h_ready_ptr, ring, PARTS, UPS, 0)
+    return gl.where(multiplies, least, 0), gl.where((kind == UP) & (tile >= ring), DOWNS, 0)
 
 
 @gluon.jit
-def answer(found, least, found_free, least_free, multiplies):
-    """Whether a task multiplies and all that it waits for is there."""
+def ask(kind, tile, ring, x_ready_ptr, h_ready_ptr, h_free_ptr, lanes, PARTS: gl.constexpr, UPS: gl.constexpr, DOWNS: gl.constexpr):
+    """Begin to read the two signals of a task that multiplies; for `answer`."""
+    signal, _, _ = needs(kind, tile, x_ready_ptr, h_ready_ptr, h_ready_ptr, ring, PARTS, UPS, 0)
+    least, least_free = least_values(kind, tile, ring, h_ready_ptr, PARTS, UPS, DOWNS)
+    found = read_if(signal, least, lanes)
+    return found, read_if(gl.where(least_free > 0, h_free_ptr + tile - ring, signal), least_free, lanes)
+
+
+@gluon.jit
+def answer(found, found_free, kind, tile, ring, h_ready_ptr, PARTS: gl.constexpr, UPS: gl.constexpr, DOWNS: gl.constexpr):
+    """Whether a task multiplies, and all that it waits for is there."""
+    least, least_free = least_values(kind, tile, ring, h_ready_ptr, PARTS, UPS, DOWNS)
     there = ((least == 0) | (found >= least)) & ((least_free == 0) | (found_free >= least_free))
-    return multiplies & (of_lane_0(there.to(gl.int32)) != 0)
+    return (least > 0) & (of_lane_0(there.to(gl.int32)) != 0)
 
 
 @gluon.jit
@@ -287,13 +292,11 @@ def expert_task(
         begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
     task = of_lane_0(following)
     next_kind, next_tile, next_part, next_expert, next_half = unpack(task)
-    found, least, found_free, least_free, multiplies = ask(
-        next_kind, next_tile, ring, x_ready_ptr, h_ready_ptr, h_free_ptr, lanes, PARTS, UPS, DOWNS
-    )
+    found, found_free = ask(next_kind, next_tile, ring, x_ready_ptr, h_ready_ptr, h_free_ptr, lanes, PARTS, UPS, DOWNS)
     for i in range(turn, last):
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
         begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
-    load_next = answer(found, least, found_free, least_free, multiplies)
+    load_next = answer(found, found_free, next_kind, next_tile, ring, h_ready_ptr, PARTS, UPS, DOWNS)
     order_copy_engine(next_tile)
     next_a_desc, next_b_desc, next_a_row, next_b_row, _ = operands(
         next_kind, next_tile, next_part, next_expert, ring, x_desc, h_desc, gate_up_desc, down_desc, H, I
