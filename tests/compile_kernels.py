@@ -21,6 +21,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from mok.kernels.combine import combine_kernel
 from mok.kernels.forward import forward_kernel
 from mok.kernels.forward_fp8 import forward_fp8_kernel
+from mok.kernels.forward_fp8_hopper import forward_fp8_hopper_kernel
 from mok.kernels.forward_hopper import forward_hopper_kernel
 from mok.kernels.forward_mxfp8 import forward_mxfp8_kernel
 from mok.kernels.launch import ForwardPlan
@@ -118,14 +119,16 @@ def local_accesses_among_products(sass: str) -> int:
 
 
 def compile_one(kernel, arch: int, constants: dict[str, object], num_warps: int = 4, num_stages: int = 3) -> dict[str, object]:
-    tile = dict(BLOCK_M=PLAN.block_m, BLOCK_N=PLAN.block_n) if kernel.is_gluon() else {}  # no arguments of these, but fixed
+    tile = {}
+    if kernel.is_gluon():  # no arguments of these, but fixed
+        tile = dict(BLOCK_M=PLAN.block_m, **({FP8: 128} if "fp8" in kernel.__name__ else {"BLOCK_N": PLAN.block_n}))
     signature = {name: argument_type(name, {**tile, **constants}) for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.endswith(("_ptr", "_ptrs"))}
     if kernel.is_gluon():
         for name in signature:
             if name.endswith("_desc"):
-                rank = signature[name].count(",") + 1
-                layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
+                rank, bits = signature[name].count(",") + 1, 8 if "fp8" in signature[name] else 16
+                layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=rank)
                 signature[name] = f"{signature[name][:-1]},{layout!r}>"
     form = GluonASTSource if kernel.is_gluon() else ASTSource
     source = form(kernel, signature, constexprs=constants, attrs=aligned)
@@ -167,6 +170,11 @@ def forward_hopper(hidden=7168, width=2048, ranks=1, save=False) -> list[dict[st
         H=hidden, I=width, K=8, R=ranks, CLAMP=save, SAVE=save, PARTS=PLAN.parts, BLOCK_H=PLAN.block_h, TRACE=False
     )  # fmt: skip
     return [compile_one(forward_hopper_kernel, 90, constants, PLAN.num_warps)]
+
+
+def forward_fp8_hopper(hidden=7168, width=2048, ranks=1, save=False) -> list[dict[str, object]]:
+    constants = dict(H=hidden, I=width, K=8, R=ranks, CLAMP=save, SAVE=save, PARTS=PLAN.parts, BLOCK_H=PLAN.block_h, TRACE=False)
+    return [compile_one(forward_fp8_hopper_kernel, 90, constants, PLAN.num_warps)]
 
 
 def forward_fp8(arch: int, hidden=7168, width=2048, ranks=1, save=False) -> list[dict[str, object]]:
@@ -218,6 +226,8 @@ def main() -> None:
     facts["forward hopper"] = forward_hopper()
     facts["forward hopper saved two ranks"] = forward_hopper(4096, 14336, ranks=2, save=True)
     facts["forward hopper odd sizes"] = forward_hopper(2880, 1408)
+    facts["fp8 hopper"] = forward_fp8_hopper()
+    facts["fp8 hopper saved two ranks"] = forward_fp8_hopper(2880, 1424, ranks=2, save=True)
     print(json.dumps(facts))
 
 

@@ -22,7 +22,8 @@ import numpy as np
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 
-GARBAGE = 0x7FC1  # a NaN
+STORED = {tl.bfloat16: np.uint16, tl.float8e4nv: np.uint8, tl.int64: np.int64}
+GARBAGE = {tl.bfloat16: 0x7FC1, tl.float8e4nv: 0x7F, tl.int64: 0}  # a NaN
 
 
 def plain(value: Any) -> Any:
@@ -36,8 +37,13 @@ def shape_of(shape: Any) -> tuple[int, ...]:
     return tuple(int(plain(size)) for size in plain(shape))
 
 
-def widened(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+def widened(place: Shared) -> np.ndarray:
+    """fp64."""
+    if place.dtype == tl.bfloat16:
+        return (place.data.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    magnitude = (place.data & 0x7F).astype(np.uint32)
+    value = (magnitude << 20).view(np.float32).astype(np.float64) * 2.0**120  # between the formats' biases
+    return np.where(magnitude == 0x7F, np.nan, np.where(place.data >= 0x80, -value, value))
 
 
 def block(data: np.ndarray, dtype: Any) -> tl.tensor:
@@ -47,33 +53,37 @@ def block(data: np.ndarray, dtype: Any) -> tl.tensor:
 class Shared:
     """A part of shared memory, as the bits of its elements."""
 
-    def __init__(self, chip: Chip, data: np.ndarray) -> None:
-        self.chip, self.data = chip, data
+    def __init__(self, chip: Chip, data: np.ndarray, dtype: Any) -> None:
+        self.chip, self.data, self.dtype = chip, data, dtype
+
+    def part(self, data: np.ndarray) -> Shared:
+        return Shared(self.chip, data, self.dtype)
 
     def index(self, index: Any) -> Shared:
-        return Shared(self.chip, self.data[int(plain(index))])
+        return self.part(self.data[int(plain(index))])
 
     def slice(self, start: Any, length: Any, dim: int = 0) -> Shared:
         start, length = int(plain(start)), int(plain(length))
-        return Shared(self.chip, self.data[(slice(None),) * dim + (slice(start, start + length),)])
+        return self.part(self.data[(slice(None),) * dim + (slice(start, start + length),)])
 
     def reshape(self, shape: Any) -> Shared:
         data = self.data.reshape(shape_of(shape))
         assert np.shares_memory(data, self.data)
-        return Shared(self.chip, data)
+        return self.part(data)
 
     def permute(self, order: Any) -> Shared:
-        return Shared(self.chip, self.data.transpose(shape_of(order)))
+        return self.part(self.data.transpose(shape_of(order)))
 
     def _reinterpret(self, dtype: Any, shape: Any, layout: Any) -> Shared:
-        return self.reshape(shape)
+        return Shared(self.chip, self.data.reshape(-1).view(STORED[dtype]), dtype).reshape(shape)
 
     def load(self, layout: Any) -> tl.tensor:
         self.chip.expect_quiet(self, loads=True)
-        return block(self.data.copy(), tl.bfloat16)
+        return block(self.data.copy(), self.dtype)
 
     def store(self, value: tl.tensor) -> None:
         self.chip.expect_quiet(self, loads=True, products=True, stores=True)
+        assert value.dtype == self.dtype
         self.data[...] = value.handle.data
 
     def meets(self, other: Shared) -> bool:
@@ -138,7 +148,7 @@ class Chip:
         if plain(pred):
             self.expect_quiet(to, loads=True, products=True, stores=True)
             load = SimpleNamespace(desc=desc, at=[plain(i) for i in at], barrier=self.barrier(place), to=to, data=None)
-            to.data[...] = GARBAGE
+            to.data[...] = GARBAGE[to.dtype]
             if self.random.random() < 0.5:
                 load.data = self.read(load)
             self.loads.append(load)
@@ -155,17 +165,17 @@ class Chip:
     def finish_stores(self, token: Any) -> None:
         self.store_wait(0)
         for store in self.stores:
-            store.desc.store(store.at, block(store.data, tl.bfloat16))
+            store.desc.store(store.at, block(store.data, store.source.dtype))
         self.stores.clear()
 
     # ---- products ----
 
     def multiply(self, a: Shared, b: Shared, total: tl.tensor, use_acc: Any = True, is_async: Any = False) -> tl.tensor:
-        """With the bits of `experts.dot` under the interpreter."""
+        """With the bits of `experts.dot` and `forward_fp8.step_sum` under the interpreter."""
         self.expect_quiet(a, loads=True)
         self.expect_quiet(b, loads=True)
         self.products.append((a, b))
-        product = (widened(a.data).astype(np.float64) @ widened(b.data).astype(np.float64)).astype(np.float32)
+        product = (widened(a) @ widened(b)).astype(np.float32)
         return block(total.handle.data + product if plain(use_acc) else product, tl.float32)
 
     def multiply_wait(self, pending: Any, deps: Any) -> tl.tensor:
@@ -178,7 +188,7 @@ class Chip:
         assert not self.products and not self.stores
 
     def allocate(self, dtype: Any, shape: Any, layout: Any) -> Shared:
-        return Shared(self, np.full(shape_of(shape), GARBAGE, np.uint16 if dtype == tl.bfloat16 else np.int64))
+        return Shared(self, np.full(shape_of(shape), GARBAGE[dtype], STORED[dtype]), dtype)
 
 
 class Language:
@@ -209,14 +219,13 @@ class Language:
         pass
 
 
-def interpreted(module: ModuleType, name: str, note: Callable[[str, tuple, Any], None] | None = None) -> Any:
-    """A Gluon kernel of a module as `interpret.run_concurrently` takes it. For good: the module's other Gluon functions become interpreted.
+def interpreted(*modules: ModuleType, note: Callable[[str, tuple, Any], None] | None = None) -> dict[str, Any]:
+    """The kernels of modules by name, each as `interpret.run_concurrently` takes it. For good: the modules' other Gluon functions become
+    interpreted.
 
     note(name, arguments, result) is told of their calls.
     """
     chip = Chip()
-    functions = {name: value.fn for name, value in vars(module).items() if getattr(value, "is_gluon", lambda: False)()}
-    kernel = functions.pop(name)
 
     def followed(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         run = InterpretedFunction(fn)
@@ -229,21 +238,29 @@ def interpreted(module: ModuleType, name: str, note: Callable[[str, tuple, Any],
 
         return call
 
-    @functools.wraps(kernel)
-    def run(**arguments: Any) -> None:
-        chip.random.seed(os.getpid())
-        kernel(**arguments)
-        chip.at_end()
+    def program(kernel: Callable[..., Any]) -> Any:
+        @functools.wraps(kernel)
+        def run(**arguments: Any) -> None:
+            chip.random.seed(os.getpid())
+            kernel(**arguments)
+            chip.at_end()
 
-    run.__signature__ = inspect.signature(kernel)  # type: ignore[attr-defined]
-    run.__annotations__ = {name: "constexpr" for name, kind in kernel.__annotations__.items() if "constexpr" in str(kind)}
-    vars(module).update(
-        {name: followed(name, fn) for name, fn in functions.items()},
-        gl=Language(chip), fence_async_shared=lambda: None, finish_copy_engine_stores=chip.finish_stores,
-        mbarrier=SimpleNamespace(init=chip.init, expect=chip.expect, wait=chip.wait, MBarrierLayout=lambda: None),
-        tma=SimpleNamespace(
-            async_copy_global_to_shared=chip.begin_load, async_copy_shared_to_global=chip.begin_store, store_wait=chip.store_wait
-        ),
-        warpgroup_mma=chip.multiply, warpgroup_mma_wait=chip.multiply_wait, tl=tl,
-    )  # fmt: skip
-    return SimpleNamespace(fn=run)
+        run.__signature__ = inspect.signature(kernel)  # type: ignore[attr-defined]
+        run.__annotations__ = {name: "constexpr" for name, kind in kernel.__annotations__.items() if "constexpr" in str(kind)}
+        return SimpleNamespace(fn=run)
+
+    kernels = {}
+    for module in modules:
+        functions = {name: value.fn for name, value in vars(module).items() if getattr(value, "is_gluon", lambda: False)()}
+        kernels |= {name: program(fn) for name, fn in functions.items() if name.endswith("_kernel")}
+        vars(module).update(
+            {name: followed(name, fn) for name, fn in functions.items()}
+            | {name: value.value for name, value in vars(module).items() if isinstance(value, tl.constexpr)},
+            gl=Language(chip), fence_async_shared=lambda: None, finish_copy_engine_stores=chip.finish_stores,
+            mbarrier=SimpleNamespace(init=chip.init, expect=chip.expect, wait=chip.wait, MBarrierLayout=lambda: None),
+            tma=SimpleNamespace(
+                async_copy_global_to_shared=chip.begin_load, async_copy_shared_to_global=chip.begin_store, store_wait=chip.store_wait
+            ),
+            warpgroup_mma=chip.multiply, warpgroup_mma_wait=chip.multiply_wait, tl=tl,
+        )  # fmt: skip
+    return kernels

@@ -13,13 +13,14 @@ from unittest import mock
 
 # isort: off
 from interpreted_cases import Problem, run_layer  # before triton: sets TRITON_INTERPRET
+import interpreted_fp8
 
 # isort: on
 import torch
 from interpret import run_cases
 from interpret_gluon import interpreted, plain
 
-from mok.kernels import forward_hopper
+from mok.kernels import forward_fp8_hopper, forward_hopper
 from mok.kernels.launch import ForwardPlan
 from mok.kernels.tasks import UP
 
@@ -28,11 +29,12 @@ TOLD = tempfile.TemporaryFile()  # noqa: SIM115 - the programs are processes
 
 def note(name: str, arguments: tuple, result: tuple) -> None:
     """Of every task that multiplies: its kind, whether it had been loaded for, and whether it loaded for the next one."""
-    if name == "expert_task":
+    if name.startswith("expert_task"):
         os.write(TOLD.fileno(), bytes([plain(arguments[0]), plain(arguments[5]), plain(result[1])]))
 
 
-KERNEL = interpreted(forward_hopper, "forward_hopper_kernel", note)
+KERNELS = interpreted(forward_hopper, forward_fp8_hopper, note=note)
+KERNEL = KERNELS["forward_hopper_kernel"]
 
 
 def told() -> collections.Counter:
@@ -66,6 +68,27 @@ def case_bits():
         loaded = sum(count for (_, loaded, _), count in tasks.items() if loaded)
         assert loaded == sum(count for (*_, loads), count in tasks.items() if loads)
         assert 0 < loaded < tasks.total(), tasks
+
+
+def case_fp8_bits():
+    """The bits of the ordinary kernel in FP8, likewise."""
+    sizes = [(70, 656, 656, 2, 1, 2, 1, 60), (90, 784, 656, 1, 1, 1, 2, None)]
+    for tokens, hidden, width, experts, top_k, ranks, programs, saved_rows in sizes:
+        problem = Problem(5, tokens, hidden, width, experts, top_k)
+        plan = ForwardPlan(num_sms=programs, minibatch_tiles=2, ring_tiles=4, prefetch=True)
+        options = dict(plan=plan, saved_rows=saved_rows, clamp=1.0 if saved_rows else None)
+        want, _, kept = interpreted_fp8.run_layer(problem, ranks, **options)
+        told()
+        got, _, kept_too = interpreted_fp8.run_layer(
+            problem, ranks, **options, kernel=KERNELS["forward_fp8_hopper_kernel"], max_delay_s=0.01
+        )  # fmt: skip
+        assert torch.equal(got, want), (got != want).nonzero()[0].tolist()
+        for one, other in zip(kept_too, kept, strict=True):
+            if saved_rows:
+                assert torch.equal(one.gate_CI.view(torch.int16), other.gate_CI.view(torch.int16))
+                assert torch.equal(one.up_CI.view(torch.int16), other.up_CI.view(torch.int16))
+        tasks = told()
+        assert 0 < sum(count for (_, loaded, _), count in tasks.items() if loaded) < tasks.total(), tasks
 
 
 def case_faults():

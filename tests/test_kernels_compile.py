@@ -86,6 +86,16 @@ def test_hopper_ring_of_loads(compiled, case):
     assert kernel["unfinished"] == 0 and kernel["announced"] > 0, kernel
 
 
+@pytest.mark.parametrize("case", ["fp8 hopper", "fp8 hopper saved two ranks"])
+def test_fp8_hopper_ring_of_loads(compiled, case):
+    """A step is two products of four instructions; a first step and a loop, for whole and half tiles. Nothing is spilled in the loop."""
+    (kernel,) = compiled[case]
+    assert kernel["shared"] <= 232448 and kernel["stack"] <= 128 and kernel["local_in_loop"] == 0, kernel
+    assert kernel["e4m3"] == kernel["tensor_core"] == 2 * 2 * 8, kernel
+    assert kernel["wide_loads"] > 0 and kernel["wide_stores"] > 0 and kernel["narrow_stores"] == 0, kernel
+    assert kernel["unfinished"] == 0 and kernel["announced"] > 0, kernel
+
+
 def test_the_search_for_spills_in_the_loop():
     from compile_kernels import local_accesses_among_products as search
 

@@ -1,8 +1,8 @@
 """The forward kernel of `forward_fp8.py` for Hopper (sm_90), in Gluon, with the ring of loads of `forward_hopper.py`.
 
-A step is 128 columns deep: E4M3 values of 128 rows and of 128 rows of either weight, 48 KB as in bf16. Both products of a step are waited for
-within it, because their sums are multiplied by the step's scales; so the step's own stage is free at its end, and loads run all STAGES
-steps ahead.
+A step is 128 columns deep: E4M3 values of 128 rows and of 128 rows of either weight, 48 KB as in bf16. Both products of a step are waited
+for within it, because their sums are multiplied by the step's scales; so the step's own stage is free at its end, and loads run all
+STAGES steps ahead.
 
 Legend: H hidden, I intermediate, K choices per token, R ranks.
 """
@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mok.kernels.dispatch import find_tokens
 from mok.kernels.experts import rounded_pairs, swiglu, widened_pairs
@@ -33,6 +33,7 @@ from mok.kernels.forward_hopper import (
     pull_rows,
     push_to_slots,
     store_tile,
+    with_layouts,
 )
 from mok.kernels.quantize import e4m3_rows, scale_of
 from mok.kernels.signals import announce, finish_copy_engine_stores, order_copy_engine
@@ -152,9 +153,10 @@ def by_rows(y, staging, ROWS: gl.constexpr):
 @gluon.jit
 def pull_scales(
     scale_ptr, scale_ptrs, ring_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row,
-    BLOCKS: gl.constexpr, WIDE: gl.constexpr, K: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr,
+    BLOCKS: gl.constexpr, K: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """`dispatch.pull_scales`, with layouts. WIDE: BLOCKS rounded up to a power of two."""
+    """`dispatch.pull_scales`, with layouts."""
+    WIDE: gl.constexpr = triton.next_power_of_2(BLOCKS)
     lanes = gl.arange(0, ROWS, gl.SliceLayout(1, CODES))
     source = gl.load(peer_rank_ptr + row + lanes)
     slot = gl.load(peer_token_idx_ptr + row + lanes)
@@ -187,7 +189,8 @@ def expert_task_fp8(
     if loaded == 0:
         for i in gl.static_range(STAGES):
             begin_load(
-                a_desc, first_desc, second_desc, a_row, first_row, second_row, i, q + i, a_stages, first_stages, second_stages, barriers, ROWS
+                a_desc, first_desc, second_desc, a_row, first_row, second_row, i, q + i,
+                a_stages, first_stages, second_stages, barriers, ROWS,
             )  # fmt: skip
     if kind == UP:
         a_scale = x_scale_ptr + a_row.to(gl.int64) * H_BLOCKS
@@ -288,9 +291,9 @@ def forward_fp8_hopper_kernel(
     half_x_desc, half_h_desc, ring_h_desc, save_gate_desc, save_up_desc, save_half_gate_desc, save_half_up_desc,
     signals_ptr, trace_ptr, rank, max_tiles, ring, saved_rows, limit, wait_limit,
     H: gl.constexpr, I: gl.constexpr, K: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, SAVE: gl.constexpr,
-    PARTS: gl.constexpr, BLOCK_H: gl.constexpr, BLOCKS_WIDE: gl.constexpr, TRACE: gl.constexpr,
+    PARTS: gl.constexpr, BLOCK_H: gl.constexpr, TRACE: gl.constexpr,
 ):  # fmt: skip
-    """`forward_fp8.forward_fp8_kernel`, for H and I of more than STAGES steps. BLOCKS_WIDE: H / 128, rounded up to a power of two."""
+    """`forward_fp8.forward_fp8_kernel`, for H and I of at least STAGES + 2 steps: the next task is looked up before the last STAGES."""
     UPS: gl.constexpr = (I + TILE - 1) // TILE
     DOWNS: gl.constexpr = (H + 2 * TILE - 1) // (2 * TILE)
     x_ready_ptr = signals_ptr + 32
@@ -339,7 +342,7 @@ def forward_fp8_hopper_kernel(
                 pull_rows(x_ptr, x_ptrs, ring_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row, H // 2, K, R, ROWS, BLOCK_H)
                 pull_scales(
                     x_scale_ptr, x_scale_ptrs, ring_x_scale_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row,
-                    (H + TILE - 1) // TILE, BLOCKS_WIDE, K, R, ROWS,
+                    (H + TILE - 1) // TILE, K, R, ROWS,
                 )  # fmt: skip
                 following = find(tasks_ptr, taken, num_tasks, lanes)
                 finish_copy_engine_stores(tile)
@@ -371,3 +374,8 @@ def forward_fp8_hopper_kernel(
             ticket = of_lane_0(taken)
     if TRACE:
         note_end(trace_ptr)
+
+
+def launch(args: dict[str, Any], programs: int) -> None:
+    """Launch the kernel with the arguments of `launch_fp8.kernel_arguments`, whose tiles and warps are those of the default plan."""
+    forward_fp8_hopper_kernel[(programs,)](**with_layouts(forward_fp8_hopper_kernel, args), num_warps=8)

@@ -422,11 +422,18 @@ def forward_hopper_kernel(
         note_end(trace_ptr)
 
 
-def launch(args: dict[str, Any], programs: int) -> None:
-    """Launch the kernel with the arguments of `launch.kernel_arguments`, whose tiles and warps are those of the default plan."""
-    own = {name: args[name] for name in forward_hopper_kernel.arg_names}
+def with_layouts(kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
+    """A Gluon kernel's own arguments, of those of the ordinary kernel; descriptors know how their blocks lie in shared memory."""
+    own = {name: args[name] for name in kernel.arg_names}
     for name, value in own.items():
         if name.endswith("_desc"):
-            layout = (PAIR_IN_SHARED if len(value.block_shape) == 3 else ROWS_IN_SHARED).value
+            layout = gl.NVMMASharedLayout(
+                swizzle_byte_width=128, element_bitwidth=8 * value.base.element_size(), rank=len(value.block_shape)
+            )  # fmt: skip
             own[name] = TensorDescriptor(value.base, list(value.shape), list(value.strides), list(value.block_shape), layout)
-    forward_hopper_kernel[(programs,)](**own, num_warps=8)
+    return own
+
+
+def launch(args: dict[str, Any], programs: int) -> None:
+    """Launch the kernel with the arguments of `launch.kernel_arguments`, whose tiles and warps are those of the default plan."""
+    forward_hopper_kernel[(programs,)](**with_layouts(forward_hopper_kernel, args), num_warps=8)

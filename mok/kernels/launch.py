@@ -41,8 +41,8 @@ class ForwardPlan:
         again, or half as large, to begin and end with experts.
     parts: pull tasks per tile.
     half_tiles: multiply only the first half of a tile whose other half is padding.
-    prefetch: on Hopper, begin a task's loads while the one before it ends (`forward_hopper.py`). Layers with shared experts, in other
-        formats, or with H or I of at most 256 run the ordinary kernel all the same.
+    prefetch: on Hopper, begin a task's loads while the one before it ends (`forward_hopper.py`). In bf16 with shared experts, in MXFP8, or
+        with H or I of at most 256 (FP8: 640) the ordinary kernel runs all the same.
     trace: write timestamps of every task.
     """
 
