@@ -15,10 +15,14 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
 
 from mok.kernels.combine import combine_kernel
 from mok.kernels.forward import forward_kernel
 from mok.kernels.forward_fp8 import forward_fp8_kernel
+from mok.kernels.forward_fp8_hopper import forward_fp8_hopper_kernel
+from mok.kernels.forward_hopper import forward_hopper_kernel
 from mok.kernels.forward_mxfp8 import forward_mxfp8_kernel
 from mok.kernels.launch import ForwardPlan
 from mok.kernels.launch_mxfp8 import HOPPER_STAGES
@@ -115,9 +119,19 @@ def local_accesses_among_products(sass: str) -> int:
 
 
 def compile_one(kernel, arch: int, constants: dict[str, object], num_warps: int = 4, num_stages: int = 3) -> dict[str, object]:
-    signature = {name: argument_type(name, constants) for name in kernel.arg_names}
+    tile = {}
+    if kernel.is_gluon():  # no arguments of these, but fixed
+        tile = dict(BLOCK_M=PLAN.block_m, **({FP8: 128} if "fp8" in kernel.__name__ else {"BLOCK_N": PLAN.block_n}))
+    signature = {name: argument_type(name, {**tile, **constants}) for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.endswith(("_ptr", "_ptrs"))}
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    if kernel.is_gluon():
+        for name in signature:
+            if name.endswith("_desc"):
+                rank, bits = signature[name].count(",") + 1, 8 if "fp8" in signature[name] else 16
+                layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=rank)
+                signature[name] = f"{signature[name][:-1]},{layout!r}>"
+    form = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = form(kernel, signature, constexprs=constants, attrs=aligned)
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(num_warps=num_warps, num_stages=num_stages))
     ptx = made.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -149,6 +163,18 @@ def forward(arch: int, hidden=7168, width=2048, shared=0, ranks=1, save=False, m
         MXFP8=mxfp8, TRACE=False,
     )  # fmt: skip
     return [compile_one(forward_kernel, arch, constants, PLAN.num_warps, PLAN.num_stages)]
+
+
+def forward_hopper(hidden=7168, width=2048, ranks=1, save=False) -> list[dict[str, object]]:
+    constants = dict(
+        H=hidden, I=width, K=8, R=ranks, CLAMP=save, SAVE=save, PARTS=PLAN.parts, BLOCK_H=PLAN.block_h, TRACE=False
+    )  # fmt: skip
+    return [compile_one(forward_hopper_kernel, 90, constants, PLAN.num_warps)]
+
+
+def forward_fp8_hopper(hidden=7168, width=2048, ranks=1, save=False) -> list[dict[str, object]]:
+    constants = dict(H=hidden, I=width, K=8, R=ranks, CLAMP=save, SAVE=save, PARTS=PLAN.parts, BLOCK_H=PLAN.block_h, TRACE=False)
+    return [compile_one(forward_fp8_hopper_kernel, 90, constants, PLAN.num_warps)]
 
 
 def forward_fp8(arch: int, hidden=7168, width=2048, ranks=1, save=False) -> list[dict[str, object]]:
@@ -197,6 +223,11 @@ def main() -> None:
         constants = dict(H=7168, K=8, E=128, HAS_SHARED=True, HAS_SCALE=True, BLOCK_H=1024)
         facts[f"combine {arch}"] = [compile_one(combine_kernel, arch, constants)]
         facts[f"barrier {arch}"] = [compile_one(barrier_kernel, arch, dict(R=8, LANES=8), 1)]
+    facts["forward hopper"] = forward_hopper()
+    facts["forward hopper saved two ranks"] = forward_hopper(4096, 14336, ranks=2, save=True)
+    facts["forward hopper odd sizes"] = forward_hopper(2880, 1408)
+    facts["fp8 hopper"] = forward_fp8_hopper()
+    facts["fp8 hopper saved two ranks"] = forward_fp8_hopper(2880, 1424, ranks=2, save=True)
     print(json.dumps(facts))
 
 

@@ -105,7 +105,7 @@ def make_schedules(problem: Problem, workspaces: list[Workspace], height: int = 
 
 def run_layer(
     problem: Problem, ranks: int, plan: ForwardPlan = PLAN, clamp: float | None = None, shared_clamp: float | None = None,
-    saved_rows: int | None = None, timeout_s: float = 120.0, lose=None, rings: list[Tensor] | None = None, **disturb,
+    saved_rows: int | None = None, timeout_s: float = 120.0, lose=None, rings: list[Tensor] | None = None, kernel=forward_kernel, **disturb,
 ) -> tuple[Tensor, list, list]:  # fmt: skip
     """The whole layer on R virtual ranks, the programs of all ranks at the same time. -> (out of all tokens, schedules, saved).
 
@@ -134,7 +134,7 @@ def run_layer(
         shared_outs.append(out)
         saved.append(kept)
     hook = None if lose is None else lose(launches)
-    run_concurrently(forward_kernel, plan.num_sms, launches, lose=hook, **disturb)
+    run_concurrently(kernel, plan.num_sms, launches, lose=hook, **disturb)
     for workspace in workspaces:
         workspace.check()
     if rings is not None:

@@ -52,7 +52,7 @@ def share(workspace: Workspace, *tensors: Tensor | None) -> None:
 
 def run_layer(
     problem: Problem, ranks: int, plan: ForwardPlan = PLAN, clamp: float | None = None, shared_clamp: float | None = None,
-    saved_rows: int | None = None, rings: list[Tensor] | None = None, **disturb,
+    saved_rows: int | None = None, rings: list[Tensor] | None = None, kernel=forward_fp8_kernel, **disturb,
 ) -> tuple[Tensor, list, list]:  # fmt: skip
     """The whole layer on R virtual ranks, the programs of all ranks at the same time. -> (out of all tokens, schedules, saved).
 
@@ -80,7 +80,7 @@ def run_layer(
         launches.append(arguments)
         shared_outs.append(out)
         saved.append(kept)
-    run_concurrently(forward_fp8_kernel, plan.num_sms, launches, **disturb)
+    run_concurrently(kernel, plan.num_sms, launches, **disturb)
     for workspace in workspaces:
         workspace.check()
     if rings is not None:

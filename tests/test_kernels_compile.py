@@ -22,6 +22,7 @@ CASES = (
 )  # fmt: skip
 FP8_CASES = ("fp8", "fp8 saved two ranks", "fp8 odd sizes")
 MXFP8_CASES = ("mxfp8", "mxfp8 saved two ranks", "mxfp8 odd sizes")
+HOPPER_CASES = ("forward hopper", "forward hopper saved two ranks", "forward hopper odd sizes")
 ARCHS = (90, 100, 103)
 
 
@@ -71,6 +72,28 @@ def test_mxfp8_uses_the_chip(compiled, case, arch):
     else:
         assert kernel["scaled"] == kernel["tensor_core"] and kernel["unscaled"] == 0, "a product without scales"
         assert kernel["code_copies"] > 0, "codes go through registers"
+
+
+@pytest.mark.parametrize("case", HOPPER_CASES)
+def test_hopper_ring_of_loads(compiled, case):
+    """A step is 3 loads and 4 products; six places begin steps (two first ones, three stretches of a task, the next task's loads) for whole
+    and for half tiles, and none waits for its own product. Only a task's last product is waited for in full."""
+    (kernel,) = compiled[case]
+    assert kernel["shared"] <= 232448 and kernel["registers"] <= 255 and kernel["stack"] <= 64, kernel
+    assert kernel["tensor_core"] == 2 * 6 * 4 and kernel["full_waits"] == 2 and kernel["serialized"] == 0, kernel
+    assert kernel["local_in_loop"] == 0 and kernel["single_conversions"] == 0, kernel
+    assert kernel["wide_loads"] > 0 and kernel["wide_stores"] > 0 and kernel["narrow_stores"] == 0, kernel
+    assert kernel["unfinished"] == 0 and kernel["announced"] > 0, kernel
+
+
+@pytest.mark.parametrize("case", ["fp8 hopper", "fp8 hopper saved two ranks"])
+def test_fp8_hopper_ring_of_loads(compiled, case):
+    """A step is two products of four instructions; a first step and a loop, for whole and half tiles. Nothing is spilled in the loop."""
+    (kernel,) = compiled[case]
+    assert kernel["shared"] <= 232448 and kernel["stack"] <= 128 and kernel["local_in_loop"] == 0, kernel
+    assert kernel["e4m3"] == kernel["tensor_core"] == 2 * 2 * 8, kernel
+    assert kernel["wide_loads"] > 0 and kernel["wide_stores"] > 0 and kernel["narrow_stores"] == 0, kernel
+    assert kernel["unfinished"] == 0 and kernel["announced"] > 0, kernel
 
 
 def test_the_search_for_spills_in_the_loop():

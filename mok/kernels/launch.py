@@ -7,6 +7,7 @@ S width of the shared experts, C rows whose gate and up are saved.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,8 @@ class ForwardPlan:
         again, or half as large, to begin and end with experts.
     parts: pull tasks per tile.
     half_tiles: multiply only the first half of a tile whose other half is padding.
+    prefetch: on Hopper, begin a task's loads while the one before it ends (`forward_hopper.py`). In bf16 with shared experts, in MXFP8, or
+        with H or I of at most 256 (FP8: 640) the ordinary kernel runs all the same.
     trace: write timestamps of every task.
     """
 
@@ -55,6 +58,7 @@ class ForwardPlan:
     num_stages: int = 4
     programs_per_sm: int = 1
     half_tiles: bool = True
+    prefetch: bool = False
     trace: bool = False
 
 
@@ -234,6 +238,7 @@ def forward(
     """
     workspace.check()
     plan = plan or ForwardPlan()
+    check_prefetch(plan, workspace.device)
     memory, hidden, width = workspace.memory, workspace.hidden, gate_LIH.shape[1]
     tokens = x_TH.shape[0]
     if mxfp8:
@@ -249,6 +254,20 @@ def forward(
     return out, saved
 
 
+def check_prefetch(plan: ForwardPlan, device: torch.device) -> None:
+    """ValueError where a plan's `prefetch` cannot be had: by the device, by Triton, or beside the plan's other fields."""
+    if not plan.prefetch:
+        return
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        raise ValueError(f"plan: prefetch is True on {device}: must be False but on GPUs of compute capability 9.0")
+    fixed = dict(block_m=128, block_n=128, block_k=64, num_warps=8, programs_per_sm=1)
+    for name, value in fixed.items():
+        if getattr(plan, name) != value:
+            raise ValueError(f"plan: {name} is {getattr(plan, name)}: must be {value} with prefetch")
+    if not importlib.util.find_spec("triton.experimental.gluon"):
+        raise ValueError(f"plan: prefetch is True: must be False with Triton {triton.__version__}, which has no Gluon")
+
+
 def launch_kernel(
     workspace: Workspace, rows: DeviceSchedule, x_TH: Tensor, gate_LIH: Tensor, up_LIH: Tensor, down_LHI: Tensor,
     shared: tuple[Tensor, Tensor, Tensor] | None, clamp: float | None, shared_clamp: float | None, saved_rows: int, save: bool,
@@ -262,7 +281,12 @@ def launch_kernel(
     write_tasks(workspace, args, rows, plan)
     workspace.barrier()
     programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
-    forward_kernel[(programs,)](**args, num_warps=plan.num_warps, num_stages=plan.num_stages)
+    if plan.prefetch and not shared and not mxfp8 and min(hidden, width) > 256:
+        from mok.kernels import forward_hopper  # not every Triton has what it needs
+
+        forward_hopper.launch(args, programs)
+    else:
+        forward_kernel[(programs,)](**args, num_warps=plan.num_warps, num_stages=plan.num_stages)
     return shared_out, saved
 
 

@@ -91,6 +91,7 @@ def run(
 ) -> tuple[Tensor, Saved | None]:  # fmt: skip
     """Publish x in blocks of a row, the shared experts, a kernel of routed experts with E4M3 operands, combine. prepare: its arguments."""
     workspace.check()
+    launch.check_prefetch(plan, workspace.device)
     publish(workspace, x_TH, block)
     shared_out = shared_saved = None
     if shared:
@@ -99,7 +100,12 @@ def run(
     write_tasks(workspace, arguments, rows, plan)
     workspace.barrier()
     programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
-    kernel[(programs,)](**arguments, num_warps=plan.num_warps, num_stages=plan.num_stages)
+    if plan.prefetch and kernel is forward_fp8_kernel and min(arguments["H"], arguments["I"]) > 640:  # type: ignore[call-overload]
+        from mok.kernels import forward_fp8_hopper  # not every Triton has what it needs
+
+        forward_fp8_hopper.launch(arguments, programs)
+    else:
+        kernel[(programs,)](**arguments, num_warps=plan.num_warps, num_stages=plan.num_stages)
     workspace.barrier()
     term = shared_out if term_TH is None else term_TH
     out = combine(workspace.memory.own["combine"], ids_TK, weights_TK, num_experts, term, shared_scale_T)

@@ -1,0 +1,439 @@
+"""The forward kernel of `forward.py` for Hopper (sm_90), in Gluon, with a ring of loads that runs on over tasks.
+
+The same tasks, signals, rows and bits. A step's operands, 64 columns of 128 rows and of 2 x 128 rows of a pair, lie in one of STAGES
+stages; loads run AHEAD = STAGES - 1 steps ahead of the products. In a task's last AHEAD steps the stages that become free receive the
+next task's first operands, if what it reads is there already by one reading of its signals. So they arrive while this task's results are
+stored, and the next task begins with products. What such a task has to announce is announced in the next one's first steps, when its
+stores are long complete.
+
+    steps of task n    ..  K-3   K-2   K-1  | results stored, announced |   0     1     2   ..
+    loads begun        ..  0'    1'    2'   |                           |   3'    4'    5'  ..
+
+Steps are counted over all tasks of a program: step q uses stage q % STAGES, whose barrier is then in phase q // STAGES. A task that begins
+at q puts its step i at q + i, whoever begins the load. So one bit says all about a task's first loads: they are under way, or its begin has
+to start them. No load is under way when a program ends: only a task that will be executed is loaded for, and one that has been loaded for
+waits for nothing.
+
+One partition of 8 warps issues its own loads: a stage is free when both warpgroups have passed the wait for its product, which the barrier
+that every step has anyway says. A warp of its own for the loads would have to learn every task and wait for its signals, too.
+
+Rows of a tile are loaded in two halves, so that one descriptor serves whole and half tiles; a half tile's barrier expects fewer bytes.
+
+Legend: H hidden, I intermediate, K choices per token, R ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from mok.kernels.dispatch import find_tokens
+from mok.kernels.experts import in_order, rounded_halves, rounded_pairs, swiglu
+from mok.kernels.forward import needs, wait_for_inputs
+from mok.kernels.signals import announce, finish_copy_engine_stores, order_copy_engine, peer_address
+from mok.kernels.tasks import DOWN, END, NOTHING, PULL, UP, find, unpack
+from mok.kernels.trace import BEGIN, COMPUTED, DONE, READY, note, note_begin, note_end
+
+TILE = gl.constexpr(128)  # rows of a tile; rows of one matrix of a pair
+STEP = gl.constexpr(64)  # columns of a step
+STAGES = gl.constexpr(4)
+AHEAD = gl.constexpr(3)
+EARLY = gl.constexpr(2)  # steps of a task before the one before it is announced
+THREADS = gl.constexpr(256)
+
+ROWS_IN_SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+PAIR_IN_SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
+PULLED = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 2], [1, 0]))
+PUSHED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # 16 lanes: 256 bytes of a row
+WHOLE_SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, 256, 16]))
+HALF_SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 128, 16]))
+
+
+@gluon.jit
+def of_lane_0(values):
+    """`tasks.of_lane_0`, with layouts."""
+    return gl.sum(gl.gather(values, gl.zeros([1], gl.int32, LANES), 0), axis=0)
+
+
+@gluon.jit
+def operands(kind, tile, part, expert, ring, x_desc, h_desc, gate_up_desc, down_desc, H: gl.constexpr, I: gl.constexpr):
+    """-> (descriptor of rows, of pairs, first row, first row of the pair, steps) of an up or down task."""
+    a_desc = h_desc
+    b_desc = down_desc
+    b_row = expert * H + gl.minimum(part * (2 * TILE), H - 2 * TILE)
+    steps = (I + STEP - 1) // STEP
+    if kind == UP:
+        a_desc = x_desc
+        b_desc = gate_up_desc
+        b_row = expert * I + part * TILE
+        steps = (H + STEP - 1) // STEP
+    return a_desc, b_desc, (tile % ring) * TILE, b_row, steps
+
+
+@gluon.jit
+def begin_load(a_desc, b_desc, a_row, b_row, i, q, a_stages, b_stages, barriers, ROWS: gl.constexpr):
+    """Begin the load of a task's step i, of its tile's first ROWS rows, into the stage of step q."""
+    BYTES: gl.constexpr = 2 * (ROWS + 2 * TILE) * STEP
+    stage = q & (STAGES - 1)
+    barrier = barriers.index(stage)
+    a = a_stages.index(stage)
+    mbarrier.expect(barrier, BYTES)
+    tma.async_copy_global_to_shared(a_desc, [a_row, i * STEP], barrier, a.slice(0, TILE // 2))
+    if ROWS == TILE:
+        tma.async_copy_global_to_shared(a_desc, [a_row + TILE // 2, i * STEP], barrier, a.slice(TILE // 2, TILE // 2))
+    tma.async_copy_global_to_shared(b_desc, [0, b_row, i * STEP], barrier, b_stages.index(stage))
+
+
+@gluon.jit
+def multiply_step(total, q, a_stages, b_stages, barriers, ROWS: gl.constexpr, FIRST: gl.constexpr = False):
+    """Begin the product of step q, and wait for that of the step before it, whose stage every warp has then read. FIRST: of a task."""
+    stage = q & (STAGES - 1)
+    mbarrier.wait(barriers.index(stage), (q // STAGES) & 1)
+    a = a_stages.index(stage).slice(0, ROWS)
+    b = b_stages.index(stage).reshape([2 * TILE, STEP]).permute([1, 0])
+    total = warpgroup_mma(a, b, total, use_acc=not FIRST, is_async=True)
+    total = warpgroup_mma_wait(1, deps=[total])
+    gl.thread_barrier()
+    return total
+
+
+@gluon.jit
+def halves(total, staging, ROWS: gl.constexpr):
+    """`experts.rounded_halves`. A half tile's warpgroups hold one tile of the pair each, so that they exchange them through staging."""
+    if ROWS == TILE:
+        first, second = rounded_halves(total, ROWS, TILE)
+    else:
+        place = staging._reinterpret(gl.bfloat16, [ROWS, 2 * TILE], ROWS_IN_SHARED)
+        place.store(rounded_pairs(total))
+        gl.thread_barrier()
+        first = place.slice(0, TILE, dim=1).load(PUSHED)
+        second = place.slice(TILE, TILE, dim=1).load(PUSHED)
+    return first, second
+
+
+@gluon.jit
+def by_rows(y, staging, ROWS: gl.constexpr):
+    """A tile of `halves` in the layout of pushes."""
+    rows = y
+    if ROWS == TILE:
+        gl.thread_barrier()
+        staging.store(y)
+        gl.thread_barrier()
+        rows = staging.load(PUSHED)
+    return rows
+
+
+@gluon.jit
+def store_tile(value, desc, row, column, staging, ROWS: gl.constexpr):
+    """Begin the store of a bf16 tile from staging, which no store reads."""
+    gl.thread_barrier()
+    place = staging.slice(0, ROWS)
+    place.store(value)
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(desc, [row, column], place)
+
+
+@gluon.jit
+def store_hidden(
+    total, gate_first, h_desc, gate_desc, up_desc, ring_row, row, column, saved_rows, limit, staging,
+    CLAMP: gl.constexpr, SAVE: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """`experts.store_hidden`: h, and gate and up of the first saved_rows rows. h's store is not finished."""
+    first, second = halves(total, staging, ROWS)
+    gate, up = in_order(first, second, gate_first)
+    if SAVE:
+        if row < saved_rows:
+            store_tile(gate, gate_desc, row, column, staging, ROWS)
+            tma.store_wait(0)
+            store_tile(up, up_desc, row, column, staging, ROWS)
+            tma.store_wait(0)
+            if ROWS < TILE:
+                padding = gl.full([ROWS, TILE], 0, gl.bfloat16, PUSHED)
+                store_tile(padding, gate_desc, row + ROWS, column, staging, ROWS)
+                tma.async_copy_shared_to_global(up_desc, [row + ROWS, column], staging.slice(0, ROWS))
+                tma.store_wait(0)
+    hidden = rounded_pairs(swiglu(gate, up, limit, CLAMP))
+    store_tile(hidden, h_desc, ring_row, column, staging, ROWS)
+
+
+@gluon.jit
+def find_slots(
+    peer_rank_ptr, peer_token_idx_ptr, combine_ptr, combine_ptrs, row, needed, H: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr
+):  # fmt: skip
+    """Addresses of the slots of a tile's rows, and whether a row is real, if needed."""
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, PUSHED))
+    mask = (rows >= 0) & needed
+    source = gl.load(peer_rank_ptr + rows, mask=mask, other=-1)
+    slot = gl.load(peer_token_idx_ptr + rows, mask=mask, other=0)
+    if R == 1:
+        slots = combine_ptr + slot.to(gl.int64) * H
+    else:
+        slots = peer_address(combine_ptrs, gl.maximum(source, 0), gl.bfloat16) + slot.to(gl.int64) * H
+    return slots, source
+
+
+@gluon.jit
+def push_to_slots(y, slots, source, column, H: gl.constexpr):
+    """`experts.push_to_slots`, with layouts."""
+    columns = column + gl.arange(0, TILE, gl.SliceLayout(0, PUSHED))
+    gl.store(slots[:, None] + columns[None, :], y, mask=(source >= 0)[:, None] & (columns < H)[None, :])
+
+
+@gluon.jit
+def pull_rows(
+    x_ptr, x_ptrs, ring_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row,
+    H: gl.constexpr, K: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr, BLOCK_H: gl.constexpr,
+):  # fmt: skip
+    """`dispatch.pull_rows` of one matrix, with layouts: parts of 16 rows and BLOCK_H columns, six on their way."""
+    HIGH: gl.constexpr = min(16, ROWS)
+    FLYING: gl.constexpr = 5
+    WIDE: gl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    PARTS: gl.constexpr = ROWS // HIGH * WIDE
+    lanes = gl.arange(0, HIGH, gl.SliceLayout(1, PULLED))
+    lane_columns = gl.arange(0, BLOCK_H, gl.SliceLayout(0, PULLED))
+    tokens = ()
+    slots = ()
+    live = ()
+    for group in gl.static_range(ROWS // HIGH):
+        source = gl.load(peer_rank_ptr + row + group * HIGH + lanes)
+        slot = gl.load(peer_token_idx_ptr + row + group * HIGH + lanes)
+        tokens = tokens + (find_tokens(x_ptr, x_ptrs, source, slot, H, K, R),)
+        slots = slots + (ring_ptr + (ring_row + group * HIGH + lanes).to(gl.int64) * H,)
+        live = live + (source >= 0,)
+    ahead = ()
+    for i in gl.static_range(PARTS + FLYING):
+        if i < PARTS:
+            columns = i % WIDE * BLOCK_H + lane_columns
+            mask = live[i // WIDE][:, None]
+            if H % BLOCK_H != 0:
+                mask = mask & (columns < H)[None, :]
+            ahead = ahead + (gl.load(tokens[i // WIDE][:, None] + columns[None, :], mask=mask, other=0),)
+        if i >= FLYING:
+            columns = (i - FLYING) % WIDE * BLOCK_H + lane_columns
+            to = slots[(i - FLYING) // WIDE][:, None] + columns[None, :]
+            if H % BLOCK_H != 0:
+                gl.store(to, ahead[0], mask=(columns < H)[None, :])
+            else:
+                gl.store(to, ahead[0])
+            ahead = ahead[1:]
+
+
+@gluon.jit
+def read_if(signal_ptr, least, lanes):
+    """Begin to read a signal without waiting, by lane 0, if something is asked of it; no other value of the result means anything."""
+    return gl.atomic_add(signal_ptr + lanes, lanes * 0, mask=(lanes == 0) & (least > 0), sem="acquire", scope="gpu")
+
+
+@gluon.jit
+def least_values(kind, tile, ring, h_ready_ptr, PARTS: gl.constexpr, UPS: gl.constexpr, DOWNS: gl.constexpr):
+    """What a task that multiplies needs its two signals to be: that of its rows, and that of its place of h, where 0 asks for nothing."""
+    multiplies = (kind == UP) | (kind == DOWN)
+    _, least, _ = needs(kind, tile, h_ready_ptr, h_ready_ptr, h_ready_ptr, ring, PARTS, UPS, 0)
+    return gl.where(multiplies, least, 0), gl.where((kind == UP) & (tile >= ring), DOWNS, 0)
+
+
+@gluon.jit
+def ask(kind, tile, ring, x_ready_ptr, h_ready_ptr, h_free_ptr, lanes, PARTS: gl.constexpr, UPS: gl.constexpr, DOWNS: gl.constexpr):
+    """Begin to read the two signals of a task that multiplies; for `answer`."""
+    signal, _, _ = needs(kind, tile, x_ready_ptr, h_ready_ptr, h_ready_ptr, ring, PARTS, UPS, 0)
+    least, least_free = least_values(kind, tile, ring, h_ready_ptr, PARTS, UPS, DOWNS)
+    found = read_if(signal, least, lanes)
+    return found, read_if(gl.where(least_free > 0, h_free_ptr + tile - ring, signal), least_free, lanes)
+
+
+@gluon.jit
+def answer(found, found_free, kind, tile, ring, h_ready_ptr, PARTS: gl.constexpr, UPS: gl.constexpr, DOWNS: gl.constexpr):
+    """Whether a task multiplies, and all that it waits for is there."""
+    least, least_free = least_values(kind, tile, ring, h_ready_ptr, PARTS, UPS, DOWNS)
+    there = ((least == 0) | (found >= least)) & ((least_free == 0) | (found_free >= least_free))
+    return (least > 0) & (of_lane_0(there.to(gl.int32)) != 0)
+
+
+@gluon.jit
+def expert_task(
+    kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks,
+    x_desc, h_desc, gate_up_desc, down_desc, store_h_desc, save_gate_desc, save_up_desc, a_stages, b_stages, staging, barriers,
+    combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr, x_ready_ptr, h_ready_ptr, h_free_ptr, trace_ptr,
+    ring, max_tiles, saved_rows, gate_first, limit,
+    H: gl.constexpr, I: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, SAVE: gl.constexpr, PARTS: gl.constexpr,
+    UPS: gl.constexpr, DOWNS: gl.constexpr, ROWS: gl.constexpr, TRACE: gl.constexpr,
+):  # fmt: skip
+    """An up or down task over the first ROWS rows of a tile, its first step at q. unannounced: from h_ready on, what the task before it has
+    left to be announced, or -1. -> (the next task, whether its first loads are under way, what is left to be announced, steps)."""
+    SUMS: gl.constexpr = WHOLE_SUMS if ROWS == TILE else HALF_SUMS
+    row = tile * TILE
+    a_desc, b_desc, a_row, b_row, steps = operands(kind, tile, part, expert, ring, x_desc, h_desc, gate_up_desc, down_desc, H, I)
+    if loaded == 0:
+        for i in gl.static_range(AHEAD):
+            begin_load(a_desc, b_desc, a_row, b_row, i, q + i, a_stages, b_stages, barriers, ROWS)
+    total = gl.zeros([ROWS, 2 * TILE], gl.float32, SUMS)
+    for i in gl.static_range(EARLY):
+        total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS, i == 0)
+        begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
+    finish_copy_engine_stores(tile)
+    if unannounced >= 0:
+        announce(h_ready_ptr + unannounced)
+    last = steps - AHEAD
+    look = gl.maximum(last - 4, EARLY)
+    turn = gl.maximum(last - 2, EARLY)
+    # The next task is looked up in three moves, each of which has a few steps' time until the following one looks at what it fetched.
+    for i in range(EARLY, look):
+        total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
+        begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
+    following = find(tasks_ptr, taken, num_tasks, lanes)
+    for i in range(look, turn):
+        total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
+        begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
+    task = of_lane_0(following)
+    next_kind, next_tile, next_part, next_expert, next_half = unpack(task)
+    found, found_free = ask(next_kind, next_tile, ring, x_ready_ptr, h_ready_ptr, h_free_ptr, lanes, PARTS, UPS, DOWNS)
+    for i in range(turn, last):
+        total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
+        begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
+    load_next = answer(found, found_free, next_kind, next_tile, ring, h_ready_ptr, PARTS, UPS, DOWNS)
+    order_copy_engine(next_tile)
+    next_a_desc, next_b_desc, next_a_row, next_b_row, _ = operands(
+        next_kind, next_tile, next_part, next_expert, ring, x_desc, h_desc, gate_up_desc, down_desc, H, I
+    )
+    slots, source = find_slots(peer_rank_ptr, peer_token_idx_ptr, combine_ptr, combine_ptrs, row, kind == DOWN, H, R, ROWS)
+    for i in range(last, steps):
+        total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
+        if load_next:
+            to = q + i + AHEAD
+            if next_half == 0:
+                begin_load(next_a_desc, next_b_desc, next_a_row, next_b_row, i - last, to, a_stages, b_stages, barriers, TILE)
+            else:
+                begin_load(next_a_desc, next_b_desc, next_a_row, next_b_row, i - last, to, a_stages, b_stages, barriers, TILE // 2)
+    total = warpgroup_mma_wait(0, deps=[total])
+    if TRACE:
+        note(trace_ptr, ticket, COMPUTED)
+    unannounced = q * 0 - 1
+    if kind == UP:
+        store_hidden(
+            total, gate_first, store_h_desc, save_gate_desc, save_up_desc, a_row, row, part * TILE, saved_rows, limit, staging,
+            CLAMP, SAVE, ROWS,
+        )  # fmt: skip
+        if load_next:
+            unannounced = tile
+        else:
+            finish_copy_engine_stores(tile)
+            announce(h_ready_ptr + tile)
+    else:
+        column = gl.minimum(part * (2 * TILE), H - 2 * TILE)
+        ab, ac = halves(total, staging, ROWS)
+        if load_next:
+            unannounced = tile + max_tiles
+        else:
+            announce(h_free_ptr + tile)
+        push_to_slots(by_rows(ab, staging, ROWS), slots, source, column, H)
+        push_to_slots(by_rows(ac, staging, ROWS), slots, source, column + TILE, H)
+    return task, load_next.to(gl.int32), unannounced, steps
+
+
+@gluon.jit(do_not_specialize=["rank", "max_tiles", "ring", "saved_rows", "gate_first", "wait_limit"])
+def forward_hopper_kernel(
+    x_ptr, x_ptrs, combine_ptr, combine_ptrs, control_ptrs, peer_rank_ptr, peer_token_idx_ptr, tasks_ptr, ring_ptr,
+    half_x_desc, half_h_desc, gate_up_desc, down_desc, store_h_desc, save_gate_desc, save_up_desc,
+    store_half_h_desc, save_half_gate_desc, save_half_up_desc,
+    signals_ptr, trace_ptr, rank, max_tiles, ring, saved_rows, gate_first, limit, wait_limit,
+    H: gl.constexpr, I: gl.constexpr, K: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, SAVE: gl.constexpr,
+    PARTS: gl.constexpr, BLOCK_H: gl.constexpr, TRACE: gl.constexpr,
+):  # fmt: skip
+    """`forward.forward_kernel` without shared experts and MXFP8; H and I of at least AHEAD steps."""
+    UPS: gl.constexpr = (I + TILE - 1) // TILE
+    DOWNS: gl.constexpr = (H + 2 * TILE - 1) // (2 * TILE)
+    x_ready_ptr = signals_ptr + 32
+    h_ready_ptr = x_ready_ptr + max_tiles
+    h_free_ptr = h_ready_ptr + max_tiles
+    a_stages = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, STEP], ROWS_IN_SHARED)
+    b_stages = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2, TILE, STEP], PAIR_IN_SHARED)
+    staging = gl.allocate_shared_memory(gl.bfloat16, [TILE, TILE], ROWS_IN_SHARED)
+    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(barriers.index(stage), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    lanes = gl.arange(0, THREADS, LANES)
+    ones = gl.full([THREADS], 1, gl.int32, LANES)
+    num_tasks = gl.load(tasks_ptr).to(gl.int32)
+    taken = gl.atomic_add(signals_ptr + lanes, ones, mask=lanes == 0, sem="relaxed", scope="gpu")
+    task = of_lane_0(find(tasks_ptr, taken, num_tasks, lanes))
+    ticket = of_lane_0(taken) if TRACE else 0
+    if TRACE:
+        note_begin(trace_ptr)
+    q = num_tasks * 0  # steps begun by this program
+    loaded = num_tasks * 0  # whether the task's first loads are under way,
+    unannounced = num_tasks * 0 - 1  # and the signal, counted from h_ready, that the task before it left to be announced, or -1
+    while (task & 7) != END:
+        taken = gl.atomic_add(signals_ptr + lanes, ones, mask=lanes == 0, sem="relaxed", scope="gpu")
+        if TRACE:
+            note(trace_ptr, ticket, BEGIN)
+        kind, tile, part, expert, half = unpack(task)
+        ok = loaded != 0
+        if loaded == 0:
+            finish_copy_engine_stores(tile)
+            ok = wait_for_inputs(
+                kind, tile, x_ready_ptr, h_ready_ptr, h_free_ptr, h_ready_ptr, control_ptrs, rank, ring, wait_limit, R, PARTS, UPS, DOWNS, 0
+            )
+        if TRACE:
+            note(trace_ptr, ticket, READY)
+        task = task * 0 + END
+        steps = q * 0
+        if ok:
+            if kind == PULL:
+                ROWS: gl.constexpr = TILE // PARTS
+                pull_rows(
+                    x_ptr, x_ptrs, ring_ptr, peer_rank_ptr, peer_token_idx_ptr, tile * TILE + part * ROWS,
+                    (tile % ring) * TILE + part * ROWS, H, K, R, ROWS, BLOCK_H,
+                )  # fmt: skip
+                following = find(tasks_ptr, taken, num_tasks, lanes)
+                finish_copy_engine_stores(tile)
+                announce(x_ready_ptr + tile)
+                task = of_lane_0(following)
+            elif kind == NOTHING:
+                task = of_lane_0(find(tasks_ptr, taken, num_tasks, lanes))
+            elif half != 0:
+                task, loaded, unannounced, steps = expert_task(
+                    kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks,
+                    half_x_desc, half_h_desc, gate_up_desc, down_desc, store_half_h_desc, save_half_gate_desc, save_half_up_desc,
+                    a_stages, b_stages, staging, barriers, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
+                    x_ready_ptr, h_ready_ptr, h_free_ptr, trace_ptr, ring, max_tiles, saved_rows, gate_first, limit,
+                    H, I, R, CLAMP, SAVE, PARTS, UPS, DOWNS, TILE // 2, TRACE,
+                )  # fmt: skip
+            else:
+                task, loaded, unannounced, steps = expert_task(
+                    kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks,
+                    half_x_desc, half_h_desc, gate_up_desc, down_desc, store_h_desc, save_gate_desc, save_up_desc,
+                    a_stages, b_stages, staging, barriers, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
+                    x_ready_ptr, h_ready_ptr, h_free_ptr, trace_ptr, ring, max_tiles, saved_rows, gate_first, limit,
+                    H, I, R, CLAMP, SAVE, PARTS, UPS, DOWNS, TILE, TRACE,
+                )  # fmt: skip
+        q += steps
+        if TRACE:
+            note(trace_ptr, ticket, DONE)
+            ticket = of_lane_0(taken)
+    if TRACE:
+        note_end(trace_ptr)
+
+
+def with_layouts(kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
+    """A Gluon kernel's own arguments, of those of the ordinary kernel; descriptors know how their blocks lie in shared memory."""
+    own = {name: args[name] for name in kernel.arg_names}
+    for name, value in own.items():
+        if name.endswith("_desc"):
+            layout = gl.NVMMASharedLayout(
+                swizzle_byte_width=128, element_bitwidth=8 * value.base.element_size(), rank=len(value.block_shape)
+            )  # fmt: skip
+            own[name] = TensorDescriptor(value.base, list(value.shape), list(value.strides), list(value.block_shape), layout)
+    return own
+
+
+def launch(args: dict[str, Any], programs: int) -> None:
+    """Launch the kernel with the arguments of `launch.kernel_arguments`, whose tiles and warps are those of the default plan."""
+    forward_hopper_kernel[(programs,)](**with_layouts(forward_hopper_kernel, args), num_warps=8)

@@ -1,0 +1,105 @@
+"""The forward for Hopper, a Gluon kernel, under the interpreter of `interpret_gluon.py`; the last line printed is JSON.
+
+Run alone: TRITON_INTERPRET=1 python tests/interpreted_hopper.py [case ...]
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import sys
+import tempfile
+from unittest import mock
+
+# isort: off
+from interpreted_cases import Problem, run_layer  # before triton: sets TRITON_INTERPRET
+import interpreted_fp8
+
+# isort: on
+import torch
+from interpret import run_cases
+from interpret_gluon import interpreted, plain
+
+from mok.kernels import forward_fp8_hopper, forward_hopper
+from mok.kernels.launch import ForwardPlan
+from mok.kernels.tasks import UP
+
+TOLD = tempfile.TemporaryFile()  # noqa: SIM115 - the programs are processes
+
+
+def note(name: str, arguments: tuple, result: tuple) -> None:
+    """Of every task that multiplies: its kind, whether it had been loaded for, and whether it loaded for the next one."""
+    if name.startswith("expert_task"):
+        os.write(TOLD.fileno(), bytes([plain(arguments[0]), plain(arguments[5]), plain(result[1])]))
+
+
+KERNELS = interpreted(forward_hopper, forward_fp8_hopper, note=note)
+KERNEL = KERNELS["forward_hopper_kernel"]
+
+
+def told() -> collections.Counter:
+    end = TOLD.tell()
+    TOLD.seek(0)
+    data = TOLD.read(end)
+    TOLD.seek(0)
+    return collections.Counter(tuple(data[i : i + 3]) for i in range(0, len(data), 3))
+
+
+def case_bits():
+    """The bits of the ordinary kernel: one rank and two, several programs, whole and half tiles, rings used again, steps that are not full,
+    the fewest steps, gate and up saved; and loads of some tasks begin before the task, of others not."""
+    sizes = [(150, 264, 320, 2, 2, 2, 1, 100), (160, 320, 264, 3, 2, 1, 3, None)]
+    for tokens, hidden, width, experts, top_k, ranks, programs, saved_rows in sizes:
+        problem = Problem(3, tokens, hidden, width, experts, top_k)
+        plan = ForwardPlan(num_sms=programs, minibatch_tiles=2, ring_tiles=4, prefetch=True)
+        options = dict(plan=plan, saved_rows=saved_rows, clamp=1.0 if saved_rows else None, deadline_s=300.0)
+        want, schedules, kept = run_layer(problem, ranks, **options)
+        told()
+        got, _, kept_too = run_layer(problem, ranks, **options, kernel=KERNEL, max_delay_s=0.01)
+        assert torch.equal(got, want), (got != want).nonzero()[0].tolist()
+        for one, other in zip(kept_too, kept, strict=True):
+            if saved_rows:
+                assert torch.equal(one.gate_CI, other.gate_CI) and torch.equal(one.up_CI, other.up_CI)
+        tiles = sum(int(rows.num_tokens) for rows in schedules) // 128
+        tasks = told()
+        ups, downs = -(-width // 128), -(-hidden // 256)
+        assert sum(count for (kind, *_), count in tasks.items() if kind == UP.value) == tiles * ups, tasks
+        assert tasks.total() == tiles * (ups + downs), tasks
+        loaded = sum(count for (_, loaded, _), count in tasks.items() if loaded)
+        assert loaded == sum(count for (*_, loads), count in tasks.items() if loads)
+        assert 0 < loaded < tasks.total(), tasks
+
+
+def case_fp8_bits():
+    """The bits of the ordinary kernel in FP8, likewise."""
+    problem = Problem(5, 70, 656, 656, 2, 1)
+    plan = ForwardPlan(num_sms=2, minibatch_tiles=2, ring_tiles=4, prefetch=True)
+    options = dict(plan=plan, saved_rows=60, clamp=1.0, deadline_s=300.0)
+    want, _, kept = interpreted_fp8.run_layer(problem, 2, **options)
+    told()
+    got, _, kept_too = interpreted_fp8.run_layer(problem, 2, **options, kernel=KERNELS["forward_fp8_hopper_kernel"], max_delay_s=0.01)
+    assert torch.equal(got, want), (got != want).nonzero()[0].tolist()
+    for one, other in zip(kept_too, kept, strict=True):
+        assert torch.equal(one.gate_CI.view(torch.int16), other.gate_CI.view(torch.int16))
+        assert torch.equal(one.up_CI.view(torch.int16), other.up_CI.view(torch.int16))
+    tasks = told()
+    assert 0 < sum(count for (_, loaded, _), count in tasks.items() if loaded) < tasks.total(), tasks
+
+
+def case_faults():
+    """A ring with one stage too few and a store that nothing finishes are found."""
+    problem = Problem(4, 64, 264, 264, 1, 1)
+    plan = ForwardPlan(num_sms=1, minibatch_tiles=2, ring_tiles=4, prefetch=True)
+    run_layer(problem, 1, plan, kernel=KERNEL)
+    for changed in (dict(AHEAD=4), dict(finish_copy_engine_stores=lambda token: None)):
+        with mock.patch.multiple(forward_hopper, **changed):
+            try:
+                run_layer(problem, 1, plan, kernel=KERNEL)
+            except RuntimeError as error:
+                assert "a program failed" in str(error)
+            else:
+                raise AssertionError(f"{changed}: not found")
+
+
+if __name__ == "__main__":
+    run_cases(globals(), sys.argv[1:])
