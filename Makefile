@@ -12,11 +12,12 @@ NEWEST := 3.9.0
 NEWEST_STAMP := $(VENV)/newest-triton/.installed-$(NEWEST)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check setup clean
+.PHONY: help train test test-all check setup clean
 
 help:
 	@echo "make train   train a small language model on the Python standard library's sources (ARGS='--steps 20' adds options)"
 	@echo "make test    ruff, mypy, pytest"
+	@echo "make test-all   the same and the tests that take longest"
 	@echo "make check   ruff and mypy only"
 	@echo "make setup   only install into $(VENV); PYTHON=python3.12 chooses another Python"
 	@echo "make clean   remove $(VENV) and caches; runs/ stays"
@@ -26,6 +27,9 @@ train: $(STAMP)
 
 test: check $(NEWEST_STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-all: check $(NEWEST_STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m '' $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

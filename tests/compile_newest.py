@@ -14,20 +14,13 @@ import compile_backward
 import compile_kernels
 import triton
 
-JOBS = (
-    ("forward", 90), ("forward", 100), ("forward", 103), ("forward saved two ranks", 90), ("fp8", 90), ("mxfp8", 100),
-    ("backward plain", 90), ("backward everything", 90), ("backward everything", 100), ("backward everything", 103),
-)  # fmt: skip
+JOBS = (("forward", 90), ("forward", 100), ("forward", 103), ("backward everything", 90), ("backward everything", 100))
 
 
 def one(case: str, arch: int) -> tuple[str, dict[str, object]]:
     if case.startswith("backward "):
         return f"{case} {arch}", compile_backward.one(case.removeprefix("backward "), arch)[1][0]
-    made = dict(
-        forward=lambda: compile_kernels.forward(arch), fp8=lambda: compile_kernels.forward_fp8(arch),
-        mxfp8=lambda: compile_kernels.forward_mxfp8(arch),
-    ).get(case, lambda: compile_kernels.forward(arch, ranks=2, save=True))  # fmt: skip
-    return f"{case} {arch}", made()[0]
+    return f"{case} {arch}", compile_kernels.forward(arch, ranks=2, save=True)[0]
 
 
 def main() -> None:

@@ -12,10 +12,7 @@ import pytest
 
 HERE = Path(__file__).parent
 NEWEST = Path(sys.prefix) / "newest-triton"
-JOBS = (
-    "forward 90", "forward 100", "forward 103", "forward saved two ranks 90", "fp8 90", "mxfp8 100", "backward plain 90",
-    "backward everything 90", "backward everything 100", "backward everything 103",
-)  # fmt: skip
+JOBS = ("forward 90", "forward 100", "forward 103", "backward everything 90", "backward everything 100")
 
 if not (NEWEST / "triton").is_dir():
     pytest.skip(f"{NEWEST} is not there", allow_module_level=True)
@@ -39,14 +36,11 @@ def test_it_is_another_one(compiled):
 
 @pytest.mark.parametrize("job", JOBS)
 def test_uses_the_chip(compiled, job):
-    kernel, arch = compiled[job], int(job.split()[-1])
+    kernel = compiled[job]
     assert kernel["shared"] <= 232448 and kernel["tensor_core"] > 0 and kernel["copy_engine"] > 0 and kernel["announced"] > 0, kernel
+    assert kernel["serialized"] == 0, "products wait for each other"
     if job.startswith("backward"):
-        assert kernel["spills_between_products"] == 0 and kernel["serialized"] == 0 and kernel["stack"] <= 1024, kernel
-        return
-    assert kernel["unfinished"] == 0, "a store of the copy engine is announced before it is in memory"
-    assert kernel["local_in_loop"] == 0 and kernel["serialized"] == 0, kernel
-    if job.startswith("forward"):
+        assert kernel["spills_between_products"] == 0 and kernel["stack"] <= 1024, kernel
+    else:
+        assert kernel["unfinished"] == 0, "a store of the copy engine is announced before it is in memory"
         assert kernel["stack"] == 0, kernel
-    elif arch >= 100:
-        assert kernel["scaled"] == kernel["tensor_core"] and kernel["unscaled"] == 0, "a product without scales"
