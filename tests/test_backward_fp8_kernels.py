@@ -12,6 +12,8 @@ pytest.importorskip("triton")
 from test_backward_kernels import HERE, run_script
 
 CASES = re.findall(r"^def case_(\w+)\(", (HERE / "interpreted_backward_fp8.py").read_text(), re.MULTILINE)
+FIRST = ("near_the_executor", "ranks_and_ring", "quantized_weight_gradients", "special_values")
+OTHERS = tuple(case for case in CASES if case not in FIRST)
 JOBS = (
     "plain 90", "runs 90", "quantized weight gradients 90", "frozen 90", "everything 90", "odd sizes added 90", "everything 100",
     "everything 103",
@@ -20,7 +22,12 @@ JOBS = (
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, str]:
-    return run_script("interpreted_backward_fp8.py", interpret=True)
+    return run_script("interpreted_backward_fp8.py", *FIRST, interpret=True)
+
+
+@pytest.fixture(scope="module")
+def other_results() -> dict[str, str]:
+    return run_script("interpreted_backward_fp8.py", *OTHERS, interpret=True)
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +35,15 @@ def compiled() -> dict[str, dict]:
     return run_script("compile_backward_fp8.py", interpret=False)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", FIRST)
 def test_case(results, case):
     assert not results[case], results[case]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_case(other_results, case):
+    assert not other_results[case], other_results[case]
 
 
 @pytest.mark.parametrize("job", JOBS)

@@ -7,6 +7,7 @@ Run alone: TRITON_INTERPRET=1 python tests/test_functional_kernels.py [case ...]
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -462,20 +463,23 @@ def case_refusals() -> None:
 
 
 CASES = [name[5:] for name in list(globals()) if name.startswith("case_")]
+THOROUGH = ("prequantized_for_blackwell", "prequantized_main_grads")
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, str]:
-    pytest.importorskip("triton")
+@functools.cache
+def results(first: bool) -> dict[str, str]:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=600, env=environment)
+    cases = [case for case in CASES if (case not in THOROUGH) == first]
+    done = subprocess.run([sys.executable, __file__, *cases], capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_case(results, case):
-    assert not results[case], results[case]
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.thorough] * (case in THOROUGH)) for case in CASES])
+def test_case(case):
+    pytest.importorskip("triton")
+    found = results(case not in THOROUGH)[case]
+    assert not found, found
 
 
 if __name__ == "__main__":
