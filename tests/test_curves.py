@@ -32,6 +32,7 @@ def _folder(tmp_path, monkeypatch, restored):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.thorough
 def test_runs_are_collected_kept_and_compared(text, capsys):
     """A failed run first; then the others, but for the one that is there. What a row holds is what `mok train` itself does."""
     of_train = ["--", *TINY, "--text", text]

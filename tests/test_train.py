@@ -116,7 +116,7 @@ def test_digest_is_the_same_on_four_ranks_of_torchrun(whole, text, tmp_path):
     assert digest_of(out) == whole[1]
 
 
-@pytest.mark.parametrize("precision, ranks", [("mxfp8", 2), ("fp8", 1)])
+@pytest.mark.parametrize("precision, ranks", [pytest.param("mxfp8", 2, marks=pytest.mark.thorough), ("fp8", 1)])
 def test_a_quantized_run_learns_with_the_same_bits_on_other_ranks_or_knobs(precision, ranks, text, tmp_path):
     options = dict(text=text, precision=precision, steps=6)
     assert here(tmp_path / "run", **options) == 0
