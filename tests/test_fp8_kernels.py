@@ -28,7 +28,9 @@ def results(name: str, first: bool) -> dict[str, str]:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(("name", "case"), [pytest.param(*case, marks=[pytest.mark.thorough] * (case[1] not in FIRST[case[0]])) for case in CASES])
+@pytest.mark.parametrize(
+    ("name", "case"), [pytest.param(*case, marks=[pytest.mark.thorough] * (case[1] not in FIRST[case[0]])) for case in CASES]
+)
 def test_case(name, case):
     found = results(name, case in FIRST[name])[case]
     assert not found, found

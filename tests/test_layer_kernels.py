@@ -21,7 +21,10 @@ CASES = {  # hidden, width, experts, K, shared width, clamp, gated, a term in pl
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on Linux")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.thorough] * name.startswith(("shared, fp8", "gated shared, clamp, mx"))) for name in CASES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.thorough] * name.startswith(("shared, fp8", "gated shared, clamp, mx"))) for name in CASES],
+)
 def test_agrees_with_the_cpu_layer(name):
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, __file__, name], env=environment, capture_output=True, text=True, timeout=240)
