@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -92,6 +93,37 @@ def argument_type(name: str, constants: dict[str, object]) -> str:
             return "*u8"
         return "*fp32" if name in FP32 else "*i32" if name in INT32 else "*bf16"
     return "fp32" if name in ("limit", "shared_limit") else "i32"
+
+
+def quantized_type(name: str, constants: dict[str, object]) -> str:
+    """The type of what is no descriptor of E4M3 values or codes, for the backwards of quantized experts."""
+    m, n, k = PLAN.block_m, PLAN.block_n, PLAN.block_k
+    if name in constants:
+        return "constexpr"
+    if name.endswith("weight_desc"):
+        return f"tensordesc<bf16[{m}, {n if constants['RUN'] == 1 else n // 2}]>"
+    if name.endswith("_n_desc"):
+        return f"tensordesc<bf16[{k}, {n}]>"
+    if name.endswith("_t_desc"):
+        return f"tensordesc<bf16[{k}, {m}]>"
+    if name.endswith("_ptrs"):
+        return "*i64"
+    if name.endswith("_ptr"):
+        if name.endswith("_weight_ptr"):
+            return "*fp32" if constants["ACCUMULATE"] else "*bf16"
+        if "scale" in name or name in ("d_y_ptr", "x_ptr", "ring_d_y_ptr", "ring_x_ptr"):
+            return "*u8"
+        return "*fp32" if name in FP32 else "*i32" if name in INT32 else "*bf16"
+    return "fp32" if name == "limit" else "i32"
+
+
+def run_jobs(one: Callable[[str, int], dict[str, object]], jobs: Sequence[tuple[str, int]]) -> None:
+    """Compile what the command line names ("case arch" ...), or all jobs, one after the other, and print the facts."""
+    facts = {}
+    for case, arch in [(" ".join(job.split()[:-1]), int(job.split()[-1])) for job in sys.argv[1:]] or jobs:
+        facts[f"{case} {arch}"] = one(case, arch)
+        print(f"{case} {arch}", facts[f"{case} {arch}"], file=sys.stderr, flush=True)
+    print(json.dumps(facts))
 
 
 def facts_of(
