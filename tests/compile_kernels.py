@@ -165,9 +165,10 @@ def forward(arch: int, hidden=7168, width=2048, shared=0, ranks=1, save=False, m
     return [compile_one(forward_kernel, arch, constants, PLAN.num_warps, PLAN.num_stages)]
 
 
-def forward_hopper(hidden=7168, width=2048, ranks=1, save=False) -> list[dict[str, object]]:
+def forward_hopper(hidden=7168, width=2048, shared=0, ranks=1, save=False) -> list[dict[str, object]]:
     constants = dict(
-        H=hidden, I=width, K=8, R=ranks, CLAMP=save, SAVE=save, PARTS=PLAN.parts, BLOCK_H=PLAN.block_h, TRACE=False
+        H=hidden, I=width, S=shared, K=8, R=ranks, CLAMP=save, SHARED_CLAMP=save, SAVE=save, PARTS=PLAN.parts, BLOCK_H=PLAN.block_h,
+        TRACE=False,
     )  # fmt: skip
     return [compile_one(forward_hopper_kernel, 90, constants, PLAN.num_warps)]
 
@@ -225,6 +226,8 @@ def main() -> None:
         facts[f"barrier {arch}"] = [compile_one(barrier_kernel, arch, dict(R=8, LANES=8), 1)]
     facts["forward hopper"] = forward_hopper()
     facts["forward hopper saved two ranks"] = forward_hopper(4096, 14336, ranks=2, save=True)
+    facts["forward hopper shared"] = forward_hopper(shared=2048)
+    facts["forward hopper shared saved two ranks"] = forward_hopper(shared=2048, ranks=2, save=True)
     facts["forward hopper odd sizes"] = forward_hopper(2880, 1408)
     facts["fp8 hopper"] = forward_fp8_hopper()
     facts["fp8 hopper saved two ranks"] = forward_fp8_hopper(2880, 1424, ranks=2, save=True)

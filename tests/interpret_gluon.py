@@ -74,7 +74,7 @@ class Shared:
     def permute(self, order: Any) -> Shared:
         return self.part(self.data.transpose(shape_of(order)))
 
-    def _reinterpret(self, dtype: Any, shape: Any, layout: Any) -> Shared:
+    def reinterpret(self, dtype: Any, shape: Any, layout: Any) -> Shared:
         return Shared(self.chip, self.data.reshape(-1).view(STORED[dtype]), dtype).reshape(shape)
 
     def load(self, layout: Any) -> tl.tensor:
@@ -258,9 +258,8 @@ def interpreted(*modules: ModuleType, note: Callable[[str, tuple, Any], None] | 
             | {name: value.value for name, value in vars(module).items() if isinstance(value, tl.constexpr)},
             gl=Language(chip), fence_async_shared=lambda: None, finish_copy_engine_stores=chip.finish_stores,
             mbarrier=SimpleNamespace(init=chip.init, expect=chip.expect, wait=chip.wait, MBarrierLayout=lambda: None),
-            tma=SimpleNamespace(
-                async_copy_global_to_shared=chip.begin_load, async_copy_shared_to_global=chip.begin_store, store_wait=chip.store_wait
-            ),
+            tma=SimpleNamespace(store_wait=chip.store_wait), copy_in=chip.begin_load, copy_out=chip.begin_store,
+            reinterpret=Shared.reinterpret, thread_barrier=lambda: None,
             warpgroup_mma=chip.multiply, warpgroup_mma_wait=chip.multiply_wait, tl=tl,
         )  # fmt: skip
     return kernels

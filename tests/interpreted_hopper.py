@@ -22,7 +22,7 @@ from interpret_gluon import interpreted, plain
 
 from mok.kernels import forward_fp8_hopper, forward_hopper
 from mok.kernels.launch import ForwardPlan
-from mok.kernels.tasks import UP
+from mok.kernels.tasks import SHARED_DOWN, SHARED_UP, UP
 
 TOLD = tempfile.TemporaryFile()  # noqa: SIM115 - the programs are processes
 
@@ -49,31 +49,51 @@ def case_bits():
     """The bits of the ordinary kernel: one rank and two, several programs, whole and half tiles, rings used again, steps that are not full,
     the fewest steps, gate and up saved; and loads of some tasks begin before the task, of others not."""
     sizes = [(150, 264, 320, 2, 2, 2, 1, 100), (160, 320, 264, 3, 2, 1, 3, None)]
-    for tokens, hidden, width, experts, top_k, ranks, programs, saved_rows in sizes:
-        problem = Problem(3, tokens, hidden, width, experts, top_k)
-        plan = ForwardPlan(num_sms=programs, minibatch_tiles=2, ring_tiles=4, prefetch=True)
-        options = dict(plan=plan, saved_rows=saved_rows, clamp=1.0 if saved_rows else None, deadline_s=300.0)
-        want, schedules, kept = run_layer(problem, ranks, **options)
-        told()
-        got, _, kept_too = run_layer(problem, ranks, **options, kernel=KERNEL, max_delay_s=0.01)
-        assert torch.equal(got, want), (got != want).nonzero()[0].tolist()
-        for one, other in zip(kept_too, kept, strict=True):
-            if saved_rows:
-                assert torch.equal(one.gate_CI, other.gate_CI) and torch.equal(one.up_CI, other.up_CI)
-        tiles = sum(int(rows.num_tokens) for rows in schedules) // 128
-        tasks = told()
-        ups, downs = -(-width // 128), -(-hidden // 256)
-        assert sum(count for (kind, *_), count in tasks.items() if kind == UP.value) == tiles * ups, tasks
-        assert tasks.total() == tiles * (ups + downs), tasks
-        loaded = sum(count for (_, loaded, _), count in tasks.items() if loaded)
-        assert loaded == sum(count for (*_, loads), count in tasks.items() if loads)
-        assert 0 < loaded < tasks.total(), tasks
+    for seed, (tokens, hidden, width, experts, top_k, ranks, programs, saved_rows) in enumerate(sizes):
+        same_bits(Problem(seed, tokens, hidden, width, experts, top_k), ranks, programs, saved_rows)
+
+
+def case_shared_bits():
+    """Likewise with shared experts, whose tiles are whole and whose rows lie in order."""
+    for ranks, programs, saved_rows in [(1, 3, None), (2, 2, 100)]:
+        same_bits(Problem(6, 150, 264, 264, 2, 1, shared_width=280), ranks, programs, saved_rows)
+
+
+def same_bits(problem: Problem, ranks: int, programs: int, saved_rows: int | None) -> None:
+    width, hidden = problem.gate_EIH.shape[1:]
+    plan = ForwardPlan(num_sms=programs, minibatch_tiles=2, ring_tiles=4)
+    clamp = 1.0 if saved_rows else None
+    options = dict(plan=plan, saved_rows=saved_rows, clamp=clamp, shared_clamp=clamp, deadline_s=300.0)
+    want, schedules, kept = run_layer(problem, ranks, **options)
+    told()
+    got, _, kept_too = run_layer(problem, ranks, **options, kernel=KERNEL, max_delay_s=0.01)
+    assert torch.equal(got, want), (got != want).nonzero()[0].tolist()
+    for one, other in zip(kept_too, kept, strict=True):
+        if saved_rows:
+            assert torch.equal(one.gate_CI, other.gate_CI) and torch.equal(one.up_CI, other.up_CI)
+            if problem.shared:
+                assert torch.equal(one.shared_gate_TS, other.shared_gate_TS) and torch.equal(one.shared_up_TS, other.shared_up_TS)
+    tiles = sum(int(rows.num_tokens) for rows in schedules) // 128
+    ups, downs, shared_ups, shared_tiles = -(-width // 128), -(-hidden // 256), 0, 0
+    if problem.shared:
+        shared_ups = -(-problem.shared[0].shape[0] // 128)
+        shared_tiles = sum(-(-(part.stop - part.start) // 128) for part in problem.split(ranks))
+    tasks = told()
+    for kind, count in {UP: tiles * ups, SHARED_UP: shared_tiles * shared_ups, SHARED_DOWN: shared_tiles * downs}.items():
+        assert sum(n for (found, *_), n in tasks.items() if found == kind.value) == count, tasks
+    assert tasks.total() == tiles * (ups + downs) + shared_tiles * (shared_ups + downs), tasks
+    loaded = sum(count for (_, loaded, _), count in tasks.items() if loaded)
+    assert loaded == sum(count for (*_, loads), count in tasks.items() if loads)
+    assert 0 < loaded < tasks.total(), tasks
+    if problem.shared:
+        assert any(kind == SHARED_UP.value and loaded for kind, loaded, _ in tasks), tasks
+        assert any(kind == SHARED_DOWN.value and loaded for kind, loaded, _ in tasks), tasks
 
 
 def case_fp8_bits():
     """The bits of the ordinary kernel in FP8, likewise."""
     problem = Problem(5, 70, 656, 656, 2, 1)
-    plan = ForwardPlan(num_sms=2, minibatch_tiles=2, ring_tiles=4, prefetch=True)
+    plan = ForwardPlan(num_sms=2, minibatch_tiles=2, ring_tiles=4)
     options = dict(plan=plan, saved_rows=60, clamp=1.0, deadline_s=300.0)
     want, _, kept = interpreted_fp8.run_layer(problem, 2, **options)
     told()
@@ -89,7 +109,7 @@ def case_fp8_bits():
 def case_faults():
     """A ring with one stage too few and a store that nothing finishes are found."""
     problem = Problem(4, 64, 264, 264, 1, 1)
-    plan = ForwardPlan(num_sms=1, minibatch_tiles=2, ring_tiles=4, prefetch=True)
+    plan = ForwardPlan(num_sms=1, minibatch_tiles=2, ring_tiles=4)
     run_layer(problem, 1, plan, kernel=KERNEL)
     for changed in (dict(AHEAD=4), dict(finish_copy_engine_stores=lambda token: None)):
         with mock.patch.multiple(forward_hopper, **changed):

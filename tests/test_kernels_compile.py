@@ -22,7 +22,7 @@ CASES = (
 )  # fmt: skip
 FP8_CASES = ("fp8", "fp8 saved two ranks", "fp8 odd sizes")
 MXFP8_CASES = ("mxfp8", "mxfp8 saved two ranks", "mxfp8 odd sizes")
-HOPPER_CASES = ("forward hopper", "forward hopper saved two ranks", "forward hopper odd sizes")
+HOPPER_CASES = tuple(f"forward hopper{what}" for what in ("", " shared", " shared saved two ranks", " saved two ranks", " odd sizes"))
 ARCHS = (90, 100, 103)
 
 

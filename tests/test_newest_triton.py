@@ -12,7 +12,9 @@ import pytest
 
 HERE = Path(__file__).parent
 NEWEST = Path(sys.prefix) / "newest-triton"
-JOBS = ("forward 90", "forward 100", "forward 103", "backward everything 90", "backward everything 100")
+JOBS = (
+    "forward 90", "forward 100", "forward 103", "forward hopper 90", "fp8 hopper 90", "backward everything 90", "backward everything 100"
+)  # fmt: skip
 
 if not (NEWEST / "triton").is_dir():
     pytest.skip(f"{NEWEST} is not there", allow_module_level=True)
@@ -43,4 +45,4 @@ def test_uses_the_chip(compiled, job):
         assert kernel["spills_between_products"] == 0 and kernel["stack"] <= 1024, kernel
     else:
         assert kernel["unfinished"] == 0, "a store of the copy engine is announced before it is in memory"
-        assert kernel["stack"] == 0, kernel
+        assert kernel["stack"] <= (128 if job.startswith("fp8") else 0) and kernel["local_in_loop"] == 0, kernel

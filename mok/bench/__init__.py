@@ -9,3 +9,13 @@
     report.py     the written object: machine, sources, rows      ranks.py   one process per GPU, under a watchdog
     warm.py       compiling in several processes
 """
+
+import os
+
+try:
+    from triton import knobs
+except ImportError:  # the CPU's layer needs none
+    pass
+else:
+    # torch.compile otherwise gives every process a cache of its own GPU's at its first kernel, and what others compiled is compiled anew.
+    os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)

@@ -99,8 +99,8 @@ class OnGpu:
         }  # fmt: skip
 
     def run(self, name: str) -> Tensor | None:
+        from mok.kernels import launch
         from mok.kernels.combine import combine
-        from mok.kernels.forward import forward_kernel
 
         memory, batch, left_out = self.workspace.memory, self.batch, VARIANTS[name]
         if memory.size > 1 and "dispatch" not in left_out:
@@ -108,8 +108,7 @@ class OnGpu:
         prepared = self.prepared[name]
         prepared.arguments["signals_ptr"].copy_(prepared.signals)
         self.workspace.barrier()
-        programs = (self.plan.num_sms or self.workspace.num_sms) * self.plan.programs_per_sm
-        forward_kernel[(programs,)](**prepared.arguments, num_warps=self.plan.num_warps, num_stages=self.plan.num_stages)
+        launch.run_kernel(prepared.arguments, self.plan, self.workspace)
         self.workspace.barrier()
         if "combine" in left_out:
             return None

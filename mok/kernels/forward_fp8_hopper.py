@@ -28,11 +28,15 @@ from mok.kernels.forward_hopper import (
     TILE,
     answer,
     ask,
+    copy_in,
+    copy_out,
     find_slots,
     of_lane_0,
     pull_rows,
     push_to_slots,
+    reinterpret,
     store_tile,
+    thread_barrier,
     with_layouts,
 )
 from mok.kernels.quantize import e4m3_rows, scale_of
@@ -77,11 +81,11 @@ def begin_load(
     barrier = barriers.index(stage)
     a = a_stages.index(stage)
     mbarrier.expect(barrier, BYTES)
-    tma.async_copy_global_to_shared(a_desc, [a_row, i * TILE], barrier, a.slice(0, TILE // 2))
+    copy_in(a_desc, [a_row, i * TILE], barrier, a.slice(0, TILE // 2))
     if ROWS == TILE:
-        tma.async_copy_global_to_shared(a_desc, [a_row + TILE // 2, i * TILE], barrier, a.slice(TILE // 2, TILE // 2))
-    tma.async_copy_global_to_shared(first_desc, [first_row, i * TILE], barrier, first_stages.index(stage))
-    tma.async_copy_global_to_shared(second_desc, [second_row, i * TILE], barrier, second_stages.index(stage))
+        copy_in(a_desc, [a_row + TILE // 2, i * TILE], barrier, a.slice(TILE // 2, TILE // 2))
+    copy_in(first_desc, [first_row, i * TILE], barrier, first_stages.index(stage))
+    copy_in(second_desc, [second_row, i * TILE], barrier, second_stages.index(stage))
 
 
 @gluon.jit
@@ -109,7 +113,7 @@ def step(
     other = warpgroup_mma(a, second_stages.index(stage).permute([1, 0]), none, use_acc=False, is_async=True)
     other = warpgroup_mma_wait(0, deps=[other])
     second = warpgroup_mma_wait(0, deps=[second + other * second_scale[:, None]])
-    gl.thread_barrier()
+    thread_barrier()
     return first, second, code, first_code, second_code
 
 
@@ -130,23 +134,23 @@ def store_quantized_hidden(
             if ROWS < TILE:
                 padding = gl.full([ROWS, TILE], 0, gl.bfloat16, PUSHED)
                 store_tile(padding, gate_desc, row + ROWS, column, staging, ROWS)
-                tma.async_copy_shared_to_global(up_desc, [row + ROWS, column], staging.slice(0, ROWS))
+                copy_out(up_desc, [row + ROWS, column], staging.slice(0, ROWS))
                 tma.store_wait(0)
     hidden = widened_pairs(rounded_pairs(swiglu(gate, up, limit, CLAMP)))
     if I % TILE != 0:  # columns of the next expert
         hidden = gl.where((column + gl.arange(0, TILE, gl.SliceLayout(0, SUMS)) < I)[None, :], hidden, 0.0)
     values, code = e4m3_rows(hidden)
     gl.store(h_scale_ptr + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS)) * ((I + TILE - 1) // TILE), code.to(gl.uint8))
-    store_tile(values, h_desc, ring_row, column, staging._reinterpret(gl.float8e4nv, [2 * TILE, TILE], BYTES_IN_SHARED), ROWS)
+    store_tile(values, h_desc, ring_row, column, reinterpret(staging, gl.float8e4nv, [2 * TILE, TILE], BYTES_IN_SHARED), ROWS)
 
 
 @gluon.jit
 def by_rows(y, staging, ROWS: gl.constexpr):
     """A bf16 tile in the layout of pushes."""
     place = staging.slice(0, ROWS)
-    gl.thread_barrier()
+    thread_barrier()
     place.store(y)
-    gl.thread_barrier()
+    thread_barrier()
     return place.load(PUSHED)
 
 
@@ -237,10 +241,12 @@ def expert_task_fp8(
             if i == gl.maximum(last - 2, 1):
                 task = of_lane_0(following)
                 next_kind, next_tile, next_part, next_expert, next_half = unpack(task)
-                found, found_free = ask(next_kind, next_tile, ring, x_ready_ptr, h_ready_ptr, h_free_ptr, lanes, PARTS, UPS, DOWNS)
+                found, found_free = ask(
+                    next_kind, next_tile, ring, x_ready_ptr, h_ready_ptr, h_free_ptr, h_ready_ptr, lanes, PARTS, UPS, DOWNS, 0
+                )  # fmt: skip
             if i == last - 1:
                 next_kind, next_tile, next_part, next_expert, next_half = unpack(task)
-                load_next = answer(found, found_free, next_kind, next_tile, ring, h_ready_ptr, PARTS, UPS, DOWNS)
+                load_next = answer(found, found_free, next_kind, next_tile, ring, h_ready_ptr, PARTS, UPS, DOWNS, 0)
                 order_copy_engine(next_tile)
         elif load_next:
             next_kind, next_tile, next_part, next_expert, next_half = unpack(task)
@@ -307,7 +313,7 @@ def forward_fp8_hopper_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(barriers.index(stage), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     lanes = gl.arange(0, THREADS, LANES)
     ones = gl.full([THREADS], 1, gl.int32, LANES)
     num_tasks = gl.load(tasks_ptr).to(gl.int32)

@@ -19,7 +19,7 @@ that every step has anyway says. A warp of its own for the loads would have to l
 
 Rows of a tile are loaded in two halves, so that one descriptor serves whole and half tiles; a half tile's barrier expects fewer bytes.
 
-Legend: H hidden, I intermediate, K choices per token, R ranks.
+Legend: H hidden, I intermediate, S width of the shared experts, K choices per token, R ranks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,15 @@ from mok.kernels.dispatch import find_tokens
 from mok.kernels.experts import in_order, rounded_halves, rounded_pairs, swiglu
 from mok.kernels.forward import needs, wait_for_inputs
 from mok.kernels.signals import announce, finish_copy_engine_stores, order_copy_engine, peer_address
-from mok.kernels.tasks import DOWN, END, NOTHING, PULL, UP, find, unpack
+from mok.kernels.tasks import DOWN, END, NOTHING, PULL, SHARED_DOWN, SHARED_UP, UP, find, unpack
 from mok.kernels.trace import BEGIN, COMPUTED, DONE, READY, note, note_begin, note_end
+
+# By the names of Triton 3.6, or by later ones.
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_shared = gl.shared_memory_descriptor
+reinterpret = _shared.reinterpret if hasattr(_shared, "reinterpret") else _shared._reinterpret
+copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 TILE = gl.constexpr(128)  # rows of a tile; rows of one matrix of a pair
 STEP = gl.constexpr(64)  # columns of a step
@@ -61,18 +68,36 @@ def of_lane_0(values):
 
 
 @gluon.jit
-def operands(kind, tile, part, expert, ring, x_desc, h_desc, gate_up_desc, down_desc, H: gl.constexpr, I: gl.constexpr):
+def operands(
+    kind, tile, part, expert, ring, x_desc, h_desc, gate_up_desc, down_desc,
+    half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, H: gl.constexpr, I: gl.constexpr, S: gl.constexpr,
+):  # fmt: skip
     """-> (descriptor of rows, of pairs, first row, first row of the pair, steps) of an up or down task."""
     a_desc = h_desc
     b_desc = down_desc
-    b_row = expert * H + gl.minimum(part * (2 * TILE), H - 2 * TILE)
+    a_row = (tile % ring) * TILE
+    column = gl.minimum(part * (2 * TILE), H - 2 * TILE)
+    b_row = expert * H + column
     steps = (I + STEP - 1) // STEP
     if kind == UP:
         a_desc = x_desc
         b_desc = gate_up_desc
         b_row = expert * I + part * TILE
         steps = (H + STEP - 1) // STEP
-    return a_desc, b_desc, (tile % ring) * TILE, b_row, steps
+    if S > 0:
+        if kind == SHARED_UP:
+            a_desc = half_shared_x_desc
+            b_desc = shared_gate_up_desc
+            a_row = tile * TILE
+            b_row = part * TILE
+            steps = (H + STEP - 1) // STEP
+        elif kind == SHARED_DOWN:
+            a_desc = half_shared_h_desc
+            b_desc = shared_down_desc
+            a_row = tile * TILE
+            b_row = column
+            steps = (S + STEP - 1) // STEP
+    return a_desc, b_desc, a_row, b_row, steps
 
 
 @gluon.jit
@@ -83,10 +108,10 @@ def begin_load(a_desc, b_desc, a_row, b_row, i, q, a_stages, b_stages, barriers,
     barrier = barriers.index(stage)
     a = a_stages.index(stage)
     mbarrier.expect(barrier, BYTES)
-    tma.async_copy_global_to_shared(a_desc, [a_row, i * STEP], barrier, a.slice(0, TILE // 2))
+    copy_in(a_desc, [a_row, i * STEP], barrier, a.slice(0, TILE // 2))
     if ROWS == TILE:
-        tma.async_copy_global_to_shared(a_desc, [a_row + TILE // 2, i * STEP], barrier, a.slice(TILE // 2, TILE // 2))
-    tma.async_copy_global_to_shared(b_desc, [0, b_row, i * STEP], barrier, b_stages.index(stage))
+        copy_in(a_desc, [a_row + TILE // 2, i * STEP], barrier, a.slice(TILE // 2, TILE // 2))
+    copy_in(b_desc, [0, b_row, i * STEP], barrier, b_stages.index(stage))
 
 
 @gluon.jit
@@ -98,7 +123,7 @@ def multiply_step(total, q, a_stages, b_stages, barriers, ROWS: gl.constexpr, FI
     b = b_stages.index(stage).reshape([2 * TILE, STEP]).permute([1, 0])
     total = warpgroup_mma(a, b, total, use_acc=not FIRST, is_async=True)
     total = warpgroup_mma_wait(1, deps=[total])
-    gl.thread_barrier()
+    thread_barrier()
     return total
 
 
@@ -108,9 +133,9 @@ def halves(total, staging, ROWS: gl.constexpr):
     if ROWS == TILE:
         first, second = rounded_halves(total, ROWS, TILE)
     else:
-        place = staging._reinterpret(gl.bfloat16, [ROWS, 2 * TILE], ROWS_IN_SHARED)
+        place = reinterpret(staging, gl.bfloat16, [ROWS, 2 * TILE], ROWS_IN_SHARED)
         place.store(rounded_pairs(total))
-        gl.thread_barrier()
+        thread_barrier()
         first = place.slice(0, TILE, dim=1).load(PUSHED)
         second = place.slice(TILE, TILE, dim=1).load(PUSHED)
     return first, second
@@ -121,9 +146,9 @@ def by_rows(y, staging, ROWS: gl.constexpr):
     """A tile of `halves` in the layout of pushes."""
     rows = y
     if ROWS == TILE:
-        gl.thread_barrier()
+        thread_barrier()
         staging.store(y)
-        gl.thread_barrier()
+        thread_barrier()
         rows = staging.load(PUSHED)
     return rows
 
@@ -131,12 +156,12 @@ def by_rows(y, staging, ROWS: gl.constexpr):
 @gluon.jit
 def store_tile(value, desc, row, column, staging, ROWS: gl.constexpr):
     """Begin the store of a bf16 tile from staging, which no store reads."""
-    gl.thread_barrier()
+    thread_barrier()
     place = staging.slice(0, ROWS)
     place.store(value)
     fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(desc, [row, column], place)
+    thread_barrier()
+    copy_out(desc, [row, column], place)
 
 
 @gluon.jit
@@ -156,7 +181,7 @@ def store_hidden(
             if ROWS < TILE:
                 padding = gl.full([ROWS, TILE], 0, gl.bfloat16, PUSHED)
                 store_tile(padding, gate_desc, row + ROWS, column, staging, ROWS)
-                tma.async_copy_shared_to_global(up_desc, [row + ROWS, column], staging.slice(0, ROWS))
+                copy_out(up_desc, [row + ROWS, column], staging.slice(0, ROWS))
                 tma.store_wait(0)
     hidden = rounded_pairs(swiglu(gate, up, limit, CLAMP))
     store_tile(hidden, h_desc, ring_row, column, staging, ROWS)
@@ -176,6 +201,13 @@ def find_slots(
     else:
         slots = peer_address(combine_ptrs, gl.maximum(source, 0), gl.bfloat16) + slot.to(gl.int64) * H
     return slots, source
+
+
+@gluon.jit
+def find_outputs(out_ptr, row, tokens, H: gl.constexpr, ROWS: gl.constexpr):
+    """`find_slots` of the shared experts' output, in which a tile's rows lie in order."""
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, PUSHED))
+    return out_ptr + rows.to(gl.int64) * H, gl.where(rows < tokens, 0, -1)
 
 
 @gluon.jit
@@ -231,44 +263,66 @@ def read_if(signal_ptr, least, lanes):
 
 
 @gluon.jit
-def least_values(kind, tile, ring, h_ready_ptr, PARTS: gl.constexpr, UPS: gl.constexpr, DOWNS: gl.constexpr):
-    """What a task that multiplies needs its two signals to be: that of its rows, and that of its place of h, where 0 asks for nothing."""
-    multiplies = (kind == UP) | (kind == DOWN)
-    _, least, _ = needs(kind, tile, h_ready_ptr, h_ready_ptr, h_ready_ptr, ring, PARTS, UPS, 0)
-    return gl.where(multiplies, least, 0), gl.where((kind == UP) & (tile >= ring), DOWNS, 0)
+def multiplies(kind, SHARED_UPS: gl.constexpr):
+    found = (kind == UP) | (kind == DOWN)
+    if SHARED_UPS > 0:
+        found = found | (kind == SHARED_UP) | (kind == SHARED_DOWN)
+    return found
 
 
 @gluon.jit
-def ask(kind, tile, ring, x_ready_ptr, h_ready_ptr, h_free_ptr, lanes, PARTS: gl.constexpr, UPS: gl.constexpr, DOWNS: gl.constexpr):
+def least_values(
+    kind, tile, ring, h_ready_ptr, PARTS: gl.constexpr, UPS: gl.constexpr, DOWNS: gl.constexpr, SHARED_UPS: gl.constexpr
+):  # fmt: skip
+    """What a task that multiplies needs its two signals to be: that of its rows, and that of its place of h, where 0 asks for nothing."""
+    _, least, _ = needs(kind, tile, h_ready_ptr, h_ready_ptr, h_ready_ptr, ring, PARTS, UPS, SHARED_UPS)
+    return gl.where(multiplies(kind, SHARED_UPS), least, 0), gl.where((kind == UP) & (tile >= ring), DOWNS, 0)
+
+
+@gluon.jit
+def ask(
+    kind, tile, ring, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, lanes,
+    PARTS: gl.constexpr, UPS: gl.constexpr, DOWNS: gl.constexpr, SHARED_UPS: gl.constexpr,
+):  # fmt: skip
     """Begin to read the two signals of a task that multiplies; for `answer`."""
-    signal, _, _ = needs(kind, tile, x_ready_ptr, h_ready_ptr, h_ready_ptr, ring, PARTS, UPS, 0)
-    least, least_free = least_values(kind, tile, ring, h_ready_ptr, PARTS, UPS, DOWNS)
+    signal, _, _ = needs(kind, tile, x_ready_ptr, h_ready_ptr, shared_h_ready_ptr, ring, PARTS, UPS, SHARED_UPS)
+    least, least_free = least_values(kind, tile, ring, h_ready_ptr, PARTS, UPS, DOWNS, SHARED_UPS)
     found = read_if(signal, least, lanes)
     return found, read_if(gl.where(least_free > 0, h_free_ptr + tile - ring, signal), least_free, lanes)
 
 
 @gluon.jit
-def answer(found, found_free, kind, tile, ring, h_ready_ptr, PARTS: gl.constexpr, UPS: gl.constexpr, DOWNS: gl.constexpr):
+def answer(
+    found, found_free, kind, tile, ring, h_ready_ptr, PARTS: gl.constexpr, UPS: gl.constexpr, DOWNS: gl.constexpr, SHARED_UPS: gl.constexpr
+):  # fmt: skip
     """Whether a task multiplies, and all that it waits for is there."""
-    least, least_free = least_values(kind, tile, ring, h_ready_ptr, PARTS, UPS, DOWNS)
+    least, least_free = least_values(kind, tile, ring, h_ready_ptr, PARTS, UPS, DOWNS, SHARED_UPS)
     there = ((least == 0) | (found >= least)) & ((least_free == 0) | (found_free >= least_free))
-    return (least > 0) & (of_lane_0(there.to(gl.int32)) != 0)
+    return multiplies(kind, SHARED_UPS) & (of_lane_0(there.to(gl.int32)) != 0)
 
 
 @gluon.jit
 def expert_task(
     kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks,
-    x_desc, h_desc, gate_up_desc, down_desc, store_h_desc, save_gate_desc, save_up_desc, a_stages, b_stages, staging, barriers,
-    combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr, x_ready_ptr, h_ready_ptr, h_free_ptr, trace_ptr,
-    ring, max_tiles, saved_rows, gate_first, limit,
-    H: gl.constexpr, I: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, SAVE: gl.constexpr, PARTS: gl.constexpr,
-    UPS: gl.constexpr, DOWNS: gl.constexpr, ROWS: gl.constexpr, TRACE: gl.constexpr,
+    x_desc, h_desc, gate_up_desc, down_desc, store_h_desc, save_gate_desc, save_up_desc,
+    half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc,
+    store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc,
+    a_stages, b_stages, staging, barriers, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
+    x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
+    ring, max_tiles, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
+    H: gl.constexpr, I: gl.constexpr, S: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, SHARED_CLAMP: gl.constexpr,
+    SAVE: gl.constexpr, PARTS: gl.constexpr, UPS: gl.constexpr, DOWNS: gl.constexpr, SHARED_UPS: gl.constexpr, ROWS: gl.constexpr,
+    TRACE: gl.constexpr,
 ):  # fmt: skip
     """An up or down task over the first ROWS rows of a tile, its first step at q. unannounced: from h_ready on, what the task before it has
     left to be announced, or -1. -> (the next task, whether its first loads are under way, what is left to be announced, steps)."""
     SUMS: gl.constexpr = WHOLE_SUMS if ROWS == TILE else HALF_SUMS
     row = tile * TILE
-    a_desc, b_desc, a_row, b_row, steps = operands(kind, tile, part, expert, ring, x_desc, h_desc, gate_up_desc, down_desc, H, I)
+    SHARED: gl.constexpr = (S > 0) & (ROWS == TILE)  # of a shared expert every tile is whole
+    a_desc, b_desc, a_row, b_row, steps = operands(
+        kind, tile, part, expert, ring, x_desc, h_desc, gate_up_desc, down_desc,
+        half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, H, I, S if SHARED else 0,
+    )  # fmt: skip
     if loaded == 0:
         for i in gl.static_range(AHEAD):
             begin_load(a_desc, b_desc, a_row, b_row, i, q + i, a_stages, b_stages, barriers, ROWS)
@@ -292,16 +346,22 @@ def expert_task(
         begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
     task = of_lane_0(following)
     next_kind, next_tile, next_part, next_expert, next_half = unpack(task)
-    found, found_free = ask(next_kind, next_tile, ring, x_ready_ptr, h_ready_ptr, h_free_ptr, lanes, PARTS, UPS, DOWNS)
+    found, found_free = ask(
+        next_kind, next_tile, ring, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, lanes, PARTS, UPS, DOWNS, SHARED_UPS
+    )
     for i in range(turn, last):
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
         begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
-    load_next = answer(found, found_free, next_kind, next_tile, ring, h_ready_ptr, PARTS, UPS, DOWNS)
+    load_next = answer(found, found_free, next_kind, next_tile, ring, h_ready_ptr, PARTS, UPS, DOWNS, SHARED_UPS)
     order_copy_engine(next_tile)
     next_a_desc, next_b_desc, next_a_row, next_b_row, _ = operands(
-        next_kind, next_tile, next_part, next_expert, ring, x_desc, h_desc, gate_up_desc, down_desc, H, I
-    )
+        next_kind, next_tile, next_part, next_expert, ring, x_desc, h_desc, gate_up_desc, down_desc,
+        half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, H, I, S,
+    )  # fmt: skip
     slots, source = find_slots(peer_rank_ptr, peer_token_idx_ptr, combine_ptr, combine_ptrs, row, kind == DOWN, H, R, ROWS)
+    if SHARED:
+        if kind == SHARED_DOWN:
+            slots, source = find_outputs(shared_out_ptr, row, tokens, H, ROWS)
     for i in range(last, steps):
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
         if load_next:
@@ -314,6 +374,17 @@ def expert_task(
     if TRACE:
         note(trace_ptr, ticket, COMPUTED)
     unannounced = q * 0 - 1
+    if SHARED:
+        if kind == SHARED_UP:
+            store_hidden(
+                total, shared_gate_first, store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc, row, row, part * TILE, tokens,
+                shared_limit, staging, SHARED_CLAMP, SAVE, ROWS,
+            )  # fmt: skip
+            if load_next:
+                unannounced = tile + 2 * max_tiles
+            else:
+                finish_copy_engine_stores(tile)
+                announce(shared_h_ready_ptr + tile)
     if kind == UP:
         store_hidden(
             total, gate_first, store_h_desc, save_gate_desc, save_up_desc, a_row, row, part * TILE, saved_rows, limit, staging,
@@ -324,33 +395,39 @@ def expert_task(
         else:
             finish_copy_engine_stores(tile)
             announce(h_ready_ptr + tile)
-    else:
+    elif kind != SHARED_UP:
         column = gl.minimum(part * (2 * TILE), H - 2 * TILE)
         ab, ac = halves(total, staging, ROWS)
-        if load_next:
-            unannounced = tile + max_tiles
-        else:
-            announce(h_free_ptr + tile)
+        if kind == DOWN:
+            if load_next:
+                unannounced = tile + max_tiles
+            else:
+                announce(h_free_ptr + tile)
         push_to_slots(by_rows(ab, staging, ROWS), slots, source, column, H)
         push_to_slots(by_rows(ac, staging, ROWS), slots, source, column + TILE, H)
     return task, load_next.to(gl.int32), unannounced, steps
 
 
-@gluon.jit(do_not_specialize=["rank", "max_tiles", "ring", "saved_rows", "gate_first", "wait_limit"])
+@gluon.jit(do_not_specialize=["rank", "max_tiles", "ring", "tokens", "saved_rows", "gate_first", "shared_gate_first", "wait_limit"])
 def forward_hopper_kernel(
     x_ptr, x_ptrs, combine_ptr, combine_ptrs, control_ptrs, peer_rank_ptr, peer_token_idx_ptr, tasks_ptr, ring_ptr,
     half_x_desc, half_h_desc, gate_up_desc, down_desc, store_h_desc, save_gate_desc, save_up_desc,
     store_half_h_desc, save_half_gate_desc, save_half_up_desc,
-    signals_ptr, trace_ptr, rank, max_tiles, ring, saved_rows, gate_first, limit, wait_limit,
-    H: gl.constexpr, I: gl.constexpr, K: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, SAVE: gl.constexpr,
-    PARTS: gl.constexpr, BLOCK_H: gl.constexpr, TRACE: gl.constexpr,
+    half_shared_x_desc, half_shared_h_desc, store_shared_h_desc, shared_gate_up_desc, shared_down_desc,
+    save_shared_gate_desc, save_shared_up_desc,
+    shared_out_ptr, signals_ptr, trace_ptr,
+    rank, max_tiles, ring, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit, wait_limit,
+    H: gl.constexpr, I: gl.constexpr, S: gl.constexpr, K: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, SHARED_CLAMP: gl.constexpr,
+    SAVE: gl.constexpr, PARTS: gl.constexpr, BLOCK_H: gl.constexpr, TRACE: gl.constexpr,
 ):  # fmt: skip
-    """`forward.forward_kernel` without shared experts and MXFP8; H and I of at least AHEAD steps."""
+    """`forward.forward_kernel` without MXFP8; H, I and, if not 0, S of at least AHEAD + EARLY steps."""
     UPS: gl.constexpr = (I + TILE - 1) // TILE
     DOWNS: gl.constexpr = (H + 2 * TILE - 1) // (2 * TILE)
+    SHARED_UPS: gl.constexpr = (S + TILE - 1) // TILE
     x_ready_ptr = signals_ptr + 32
     h_ready_ptr = x_ready_ptr + max_tiles
     h_free_ptr = h_ready_ptr + max_tiles
+    shared_h_ready_ptr = h_free_ptr + max_tiles
     a_stages = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, STEP], ROWS_IN_SHARED)
     b_stages = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2, TILE, STEP], PAIR_IN_SHARED)
     staging = gl.allocate_shared_memory(gl.bfloat16, [TILE, TILE], ROWS_IN_SHARED)
@@ -358,7 +435,7 @@ def forward_hopper_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(barriers.index(stage), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     lanes = gl.arange(0, THREADS, LANES)
     ones = gl.full([THREADS], 1, gl.int32, LANES)
     num_tasks = gl.load(tasks_ptr).to(gl.int32)
@@ -379,8 +456,9 @@ def forward_hopper_kernel(
         if loaded == 0:
             finish_copy_engine_stores(tile)
             ok = wait_for_inputs(
-                kind, tile, x_ready_ptr, h_ready_ptr, h_free_ptr, h_ready_ptr, control_ptrs, rank, ring, wait_limit, R, PARTS, UPS, DOWNS, 0
-            )
+                kind, tile, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, control_ptrs, rank, ring, wait_limit,
+                R, PARTS, UPS, DOWNS, SHARED_UPS,
+            )  # fmt: skip
         if TRACE:
             note(trace_ptr, ticket, READY)
         task = task * 0 + END
@@ -402,17 +480,23 @@ def forward_hopper_kernel(
                 task, loaded, unannounced, steps = expert_task(
                     kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks,
                     half_x_desc, half_h_desc, gate_up_desc, down_desc, store_half_h_desc, save_half_gate_desc, save_half_up_desc,
-                    a_stages, b_stages, staging, barriers, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
-                    x_ready_ptr, h_ready_ptr, h_free_ptr, trace_ptr, ring, max_tiles, saved_rows, gate_first, limit,
-                    H, I, R, CLAMP, SAVE, PARTS, UPS, DOWNS, TILE // 2, TRACE,
+                    half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc,
+                    store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc,
+                    a_stages, b_stages, staging, barriers, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
+                    x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
+                    ring, max_tiles, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
+                    H, I, S, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, UPS, DOWNS, SHARED_UPS, TILE // 2, TRACE,
                 )  # fmt: skip
             else:
                 task, loaded, unannounced, steps = expert_task(
                     kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks,
                     half_x_desc, half_h_desc, gate_up_desc, down_desc, store_h_desc, save_gate_desc, save_up_desc,
-                    a_stages, b_stages, staging, barriers, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
-                    x_ready_ptr, h_ready_ptr, h_free_ptr, trace_ptr, ring, max_tiles, saved_rows, gate_first, limit,
-                    H, I, R, CLAMP, SAVE, PARTS, UPS, DOWNS, TILE, TRACE,
+                    half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc,
+                    store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc,
+                    a_stages, b_stages, staging, barriers, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
+                    x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
+                    ring, max_tiles, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
+                    H, I, S, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, UPS, DOWNS, SHARED_UPS, TILE, TRACE,
                 )  # fmt: skip
         q += steps
         if TRACE:

@@ -7,8 +7,10 @@ S width of the shared experts, C rows whose gate and up are saved.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -41,8 +43,7 @@ class ForwardPlan:
         again, or half as large, to begin and end with experts.
     parts: pull tasks per tile.
     half_tiles: multiply only the first half of a tile whose other half is padding.
-    prefetch: on Hopper, begin a task's loads while the one before it ends (`forward_hopper.py`). In bf16 with shared experts, in MXFP8, or
-        with H or I of at most 256 (FP8: 640) the ordinary kernel runs all the same.
+    prefetch: begin a task's loads while the one before it ends, where there is a kernel that does (`runs_ahead`).
     trace: write timestamps of every task.
     """
 
@@ -58,7 +59,7 @@ class ForwardPlan:
     num_stages: int = 4
     programs_per_sm: int = 1
     half_tiles: bool = True
-    prefetch: bool = False
+    prefetch: bool = True
     trace: bool = False
 
 
@@ -238,7 +239,6 @@ def forward(
     """
     workspace.check()
     plan = plan or ForwardPlan()
-    check_prefetch(plan, workspace.device)
     memory, hidden, width = workspace.memory, workspace.hidden, gate_LIH.shape[1]
     tokens = x_TH.shape[0]
     if mxfp8:
@@ -254,18 +254,39 @@ def forward(
     return out, saved
 
 
-def check_prefetch(plan: ForwardPlan, device: torch.device) -> None:
-    """ValueError where a plan's `prefetch` cannot be had: by the device, by Triton, or beside the plan's other fields."""
-    if not plan.prefetch:
-        return
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether it is a GPU of compute capability 9.0, and this Triton's Gluon has what the kernels for it need."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        raise ValueError(f"plan: prefetch is True on {device}: must be False but on GPUs of compute capability 9.0")
-    fixed = dict(block_m=128, block_n=128, block_k=64, num_warps=8, programs_per_sm=1)
-    for name, value in fixed.items():
-        if getattr(plan, name) != value:
-            raise ValueError(f"plan: {name} is {getattr(plan, name)}: must be {value} with prefetch")
-    if not importlib.util.find_spec("triton.experimental.gluon"):
-        raise ValueError(f"plan: prefetch is True: must be False with Triton {triton.__version__}, which has no Gluon")
+        return False
+    try:
+        from mok.kernels import forward_fp8_hopper, forward_hopper  # noqa: F401
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+OF_HOPPER = dict(block_m=128, block_n=128, block_k=64, num_warps=8, programs_per_sm=1)
+
+
+def runs_ahead(plan: ForwardPlan, device: torch.device, depths: Sequence[int], least: int) -> bool:
+    """Whether a forward is a kernel whose loads run on over tasks: a plan that allows it, on Hopper, every product (`depths`: its columns)
+    of more than `least` columns."""
+    fits = all(getattr(plan, name) == value for name, value in OF_HOPPER.items())
+    return plan.prefetch and fits and min(depths) > least and is_hopper(device)
+
+
+def run_kernel(args: dict[str, Any], plan: ForwardPlan, workspace: Workspace) -> None:
+    """The forward kernel, in the form for this plan and device."""
+    programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
+    depths = [args[name] for name in ("H", "I", "S") if name != "S" or args["S"]]
+    if not args["MXFP8"] and runs_ahead(plan, workspace.device, depths, least=256):
+        from mok.kernels import forward_hopper
+
+        forward_hopper.launch(args, programs)
+    else:
+        own = {name: args[name] for name in forward_kernel.arg_names}
+        forward_kernel[(programs,)](**own, num_warps=plan.num_warps, num_stages=plan.num_stages)
 
 
 def launch_kernel(
@@ -280,13 +301,7 @@ def launch_kernel(
     )  # fmt: skip
     write_tasks(workspace, args, rows, plan)
     workspace.barrier()
-    programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
-    if plan.prefetch and not shared and not mxfp8 and min(hidden, width) > 256:
-        from mok.kernels import forward_hopper  # not every Triton has what it needs
-
-        forward_hopper.launch(args, programs)
-    else:
-        forward_kernel[(programs,)](**args, num_warps=plan.num_warps, num_stages=plan.num_stages)
+    run_kernel(args, plan, workspace)
     return shared_out, saved
 
 
@@ -306,7 +321,7 @@ def kernel_arguments(
     shared: tuple[Tensor, Tensor, Tensor] | None, clamp: float | None, shared_clamp: float | None, saved_rows: int, save: bool,
     plan: ForwardPlan, hidden: int, width: int, shared_out_TH: Tensor | None = None, mxfp8: bool = False,
 ) -> tuple[dict[str, object], Saved | None, Tensor | None]:  # fmt: skip
-    """Every argument of the kernel by name."""
+    """Every argument, by name, of the kernel in any form (`run_kernel`)."""
     memory, tokens = workspace.memory, x_TH.shape[0]
     if hidden < 2 * plan.block_n:  # a pair of slices of H must fit
         plan = dataclasses.replace(plan, block_n=1 << (hidden // 2).bit_length() - 1)
@@ -347,7 +362,8 @@ def kernel_arguments(
         half_x_desc=_rows(x_ring, m // 2, k), half_h_desc=_rows(h_ring, m // 2, k), store_half_h_desc=_rows(h_ring, m // 2, n),
         save_half_gate_desc=_rows(saved.gate_CI if saved else h_ring, m // 2, n),
         save_half_up_desc=_rows(saved.up_CI if saved else h_ring, m // 2, n),
-        shared_x_desc=_rows(x_TH, m, k), shared_h_desc=_rows(shared_h, m, k), store_shared_h_desc=_rows(shared_h, m, n),
+        shared_x_desc=_rows(x_TH, m, k), shared_h_desc=_rows(shared_h, m, k),
+        half_shared_x_desc=_rows(x_TH, m // 2, k), half_shared_h_desc=_rows(shared_h, m // 2, k), store_shared_h_desc=_rows(shared_h, m, n),
         shared_gate_up_desc=shared_gate_up, shared_down_desc=_next_rows(shared_down, n, k),
         save_shared_gate_desc=_rows(saved.shared_gate_TS if saved else h_ring, m, n),
         save_shared_up_desc=_rows(saved.shared_up_TS if saved else h_ring, m, n),

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from mok.kernels import launch
 from mok.kernels.combine import combine
-from mok.kernels.forward import forward_kernel
 from mok.kernels.forward_fp8 import forward_fp8_kernel
 from mok.kernels.launch import ForwardPlan, Saved, Workspace
 from mok.kernels.quantize import quantize, quantize_into
@@ -91,7 +90,6 @@ def run(
 ) -> tuple[Tensor, Saved | None]:  # fmt: skip
     """Publish x in blocks of a row, the shared experts, a kernel of routed experts with E4M3 operands, combine. prepare: its arguments."""
     workspace.check()
-    launch.check_prefetch(plan, workspace.device)
     publish(workspace, x_TH, block)
     shared_out = shared_saved = None
     if shared:
@@ -100,8 +98,9 @@ def run(
     write_tasks(workspace, arguments, rows, plan)
     workspace.barrier()
     programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
-    if plan.prefetch and kernel is forward_fp8_kernel and min(arguments["H"], arguments["I"]) > 640:  # type: ignore[call-overload]
-        from mok.kernels import forward_fp8_hopper  # not every Triton has what it needs
+    depths = [int(arguments[name]) for name in ("H", "I")]  # type: ignore[call-overload]
+    if kernel is forward_fp8_kernel and launch.runs_ahead(plan, workspace.device, depths, least=640):
+        from mok.kernels import forward_fp8_hopper
 
         forward_fp8_hopper.launch(arguments, programs)
     else:
@@ -130,8 +129,7 @@ def launch_shared(
     """The shared experts in bf16, by the bf16 kernel with a list of nothing but their tasks. Needs no peer."""
     arguments, none, saved, out = shared_arguments(workspace, rows, x_TH, shared, clamp, save, plan, out_TH)
     launch.write_tasks(workspace, arguments, none, plan)
-    programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
-    forward_kernel[(programs,)](**arguments, num_warps=plan.num_warps, num_stages=plan.num_stages)
+    launch.run_kernel(arguments, plan, workspace)
     return out, saved
 
 

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from mok.config import TILE_M
 from mok.kernels import launch, launch_backward, launch_backward_fp8, launch_backward_mxfp8, launch_fp8, launch_mxfp8, memory
-from mok.kernels.forward import forward_kernel
 from mok.kernels.launch import ForwardPlan, Saved, Workspace
 from mok.kernels.launch_backward import BackwardPlan, Needs
 from mok.kernels.launch_fp8 import QuantizedExperts
@@ -266,8 +265,7 @@ def gpu_shared_gate_up(
             shared_out_TH=x,
         )  # fmt: skip
         launch.write_tasks(inner, {**arguments, "H": 0}, none, cut)  # no slices of H: no down tasks
-        programs = (cut.num_sms or inner.num_sms) * cut.programs_per_sm
-        forward_kernel[(programs,)](**arguments, num_warps=cut.num_warps, num_stages=cut.num_stages)
+        launch.run_kernel(arguments, cut, inner)
     return saved.shared_gate_TS, saved.shared_up_TS
 
 

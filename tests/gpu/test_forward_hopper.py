@@ -23,8 +23,8 @@ from mok.kernels import launch, memory
 from mok.kernels.launch import ForwardPlan
 from mok.kernels.launch_fp8 import QuantizedExperts
 
-AHEAD = ForwardPlan(prefetch=True)
-SMALL = ForwardPlan(prefetch=True, minibatch_tiles=4, ring_tiles=8)
+ORDINARY = ForwardPlan(prefetch=False)
+SMALL = ForwardPlan(minibatch_tiles=4, ring_tiles=8)
 SIZES = {  # tokens, hidden, width, experts, K
     "plain": (1024, 1024, 512, 8, 2),
     "ragged": (777, 2880, 2880, 9, 4),
@@ -42,9 +42,9 @@ SIZES = {  # tokens, hidden, width, experts, K
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bits_of_the_ordinary_kernel(name, ranks):
     problem = Problem(*SIZES[name], masked=0.1)
-    first = Group(problem, 1).run()
+    first = Group(problem, 1, ORDINARY).run()
     assert_close(first, problem.expected())
-    group = Group(problem, ranks, AHEAD)
+    group = Group(problem, ranks)
     for repeat in range(20):
         assert torch.equal(group.run(), first), repeat
 
@@ -53,7 +53,7 @@ def test_bits_of_the_ordinary_kernel(name, ranks):
 def test_bits_do_not_depend_on_time(ranks):
     """Rings used again, so that tasks wait for places, and late ranks: loads are begun early for some tasks and not for others."""
     problem = Problem(2500, 1024, 768, 12, 4, masked=0.05)
-    first = Group(problem, 1).run()
+    first = Group(problem, 1, ORDINARY).run()
     group = Group(problem, ranks, SMALL)
     for repeat in range(20):
         assert torch.equal(group.run(delay=True), first), repeat
@@ -65,20 +65,44 @@ CHANGES = [dict(num_sms=1), dict(num_sms=7, minibatch_tiles=2, ring_tiles=4), di
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
 def test_bits_do_not_depend_on_knobs(changes):
     problem = Problem(1200, 1024, 768, 12, 4, masked=0.05)
-    first = Group(problem, 1).run()
+    first = Group(problem, 1, ORDINARY).run()
     for ranks in (1, 2):
-        assert torch.equal(Group(problem, ranks, dataclasses.replace(AHEAD, **changes)).run(), first), ranks
+        assert torch.equal(Group(problem, ranks, ForwardPlan(**changes)).run(), first), ranks
+
+
+SHARED_SIZES = {  # tokens, hidden, width, experts, K, width of the shared experts
+    "plain": (1024, 1024, 512, 8, 2, 512),
+    "ragged": (777, 2880, 2880, 9, 4, 1416),
+    "deep": (700, 7168, 2048, 6, 4, 2048),
+    "fewest steps": (600, 264, 264, 5, 2, 264),
+    "one token": (1, 512, 320, 8, 2, 640),
+    "half tiles": (300, 512, 384, 24, 2, 768),
+}
+
+
+@pytest.mark.parametrize("clamp", [None, 1.0])
+@pytest.mark.parametrize("name", SHARED_SIZES)
+def test_shared_experts(name, clamp):
+    *sizes, shared_width = SHARED_SIZES[name]
+    problem = Problem(*sizes, masked=0.1, shared_width=shared_width, clamp=clamp, shared_clamp=clamp)
+    first = Group(problem, 1, ORDINARY).run()
+    assert_close(first, problem.expected())
+    for plan in (ForwardPlan(), SMALL):
+        for ranks in (1, 2):
+            group = Group(problem, ranks, plan)
+            for repeat in range(10):
+                assert torch.equal(group.run(delay=bool(repeat % 2)), first), (plan, ranks, repeat)
 
 
 @pytest.mark.parametrize("clamp", [None, 1.0])
 def test_saved_gate_and_up(clamp):
-    problem = Problem(900, 512, 320, 5, 2, clamp=clamp)
+    problem = Problem(900, 512, 320, 5, 2, shared_width=328, clamp=clamp, shared_clamp=clamp)
     found = []
-    for plan in (ForwardPlan(), AHEAD):
+    for plan in (ORDINARY, ForwardPlan()):
         out, rows, saved = Group(problem, 1, plan).one_rank(0, save=True, saved_rows=700)
         torch.cuda.synchronize()
         real = rows.peer_rank[:700] >= 0
-        found.append((out, saved.gate_CI[real], saved.up_CI[real]))
+        found.append((out, saved.gate_CI[real], saved.up_CI[real], saved.shared_gate_TS, saved.shared_up_TS))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
@@ -86,13 +110,13 @@ def test_a_layer_it_cannot_run_runs_the_ordinary_kernel():
     for options in (dict(shared_width=256), dict(width=256), dict(hidden=256)):
         sizes = dict(tokens=300, hidden=512, width=320, experts=4, top_k=2) | options
         problem = Problem(**sizes)
-        assert torch.equal(Group(problem, 2, AHEAD).run(), Group(problem, 1).run())
+        assert torch.equal(Group(problem, 2).run(), Group(problem, 1, ORDINARY).run())
 
 
 def test_a_lost_task_is_reported_on_time():
     """Down tasks wait for h that no up task announces; no load is under way when the programs end, and the next call is right."""
     problem = Problem(400, 512, 320, 4, 2)
-    group = Group(problem, 1, AHEAD, timeout_s=2.0)
+    group = Group(problem, 1, timeout_s=2.0)
     first = group.run()
     workspace = group.workspaces[0]
     real = launch.write_tasks
@@ -125,8 +149,8 @@ FP8_SIZES = {
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_fp8_bits_of_the_ordinary_kernel(name, ranks):
     problem = Problem(*FP8_SIZES[name], masked=0.1)
-    first = Fp8Group(QuantizedExperts, problem, 1).run()
+    first = Fp8Group(QuantizedExperts, problem, 1, ORDINARY).run()
     assert torch.isfinite(first.float()).all()
-    group = Fp8Group(QuantizedExperts, problem, ranks, AHEAD)
+    group = Fp8Group(QuantizedExperts, problem, ranks)
     for repeat in range(20):
         assert torch.equal(group.run(), first), repeat
