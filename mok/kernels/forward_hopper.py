@@ -510,7 +510,7 @@ def with_layouts(kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
     """A Gluon kernel's own arguments, of those of the ordinary kernel; descriptors know how their blocks lie in shared memory."""
     own = {name: args[name] for name in kernel.arg_names}
     for name, value in own.items():
-        if name.endswith("_desc"):
+        if name.endswith("_desc") and value is not None:
             layout = gl.NVMMASharedLayout(
                 swizzle_byte_width=128, element_bitwidth=8 * value.base.element_size(), rank=len(value.block_shape)
             )  # fmt: skip
