@@ -32,7 +32,6 @@ from mok.kernels.forward_hopper import (
     HALF_SUMS,
     LANES,
     PAIR_IN_SHARED,
-    PUSHED,
     ROWS_IN_SHARED,
     STAGES,
     STEP,
@@ -200,7 +199,7 @@ def begin_load(
 @gluon.jit
 def load_own(task, i, q, live, a_stages, b_stages, barriers, FORM: gl.constexpr):
     """Begin the loads of step i of a task that begins at step q."""
-    a_desc, b_desc, a_plane, b_plane, a_row, a_column, b_row, b_column, steps_of_plane, steps, wrap = task
+    a_desc, b_desc, a_plane, b_plane, a_row, a_column, b_row, b_column, steps_of_plane, _, wrap = task
     if FORM == WEIGHT:
         row = around(a_row + i * STEP, wrap)
         begin_load(
@@ -219,7 +218,7 @@ def load_own(task, i, q, live, a_stages, b_stages, barriers, FORM: gl.constexpr)
 @gluon.jit
 def load_next(task, kind, half, j, q, live, a_stages, b_stages, barriers):
     """Begin the loads of step j of another task, one of its first AHEAD, into the stage of step q."""
-    a_desc, b_desc, a_plane, b_plane, a_row, a_column, b_row, b_column, steps_of_plane, steps, wrap = task
+    a_desc, b_desc, a_plane, b_plane, a_row, a_column, b_row, b_column, _, steps, wrap = task
     weight = (kind == D_WEIGHT) | (kind == SHARED_D_WEIGHT)
     k = j * STEP
     row = around(a_row + k, wrap)
@@ -434,7 +433,7 @@ def product_task(
     OF_SHARED: gl.constexpr = S if FORM != HALF else 0  # of a shared expert every tile is whole
     SUMS: gl.constexpr = HALF_SUMS if FORM == HALF else WHOLE_SUMS
     ROWS: gl.constexpr = BOX if FORM == HALF else TILE
-    x_ready_ptr, gate_ready_ptr, d_gate_ready_ptr, group_ready_ptr, shared_ready_ptr = signals
+    _, _, d_gate_ready_ptr, group_ready_ptr, shared_ready_ptr = signals
     own = operands(
         kind, tile, part, expert, at, depth, ring, up_first, shared_up_first, descs, shared_descs, H, I, OF_SHARED, FORM == WEIGHT
     )  # fmt: skip
