@@ -26,12 +26,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from mok.kernels.backward import SHARED, wait_for_group, wait_for_inputs
-from mok.kernels.experts import rounded_halves
+from mok.kernels.experts import in_order, rounded_halves
 from mok.kernels.forward_hopper import (
     AHEAD,
     HALF_SUMS,
     LANES,
     PAIR_IN_SHARED,
+    PUSHED,
     ROWS_IN_SHARED,
     STAGES,
     STEP,
@@ -99,6 +100,12 @@ SPREAD = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # in wh
 def columns_of(place):
     """Two boxes [2, 64 rows, 64 columns] as they stand for a matrix [128 columns, 64 rows]."""
     return reinterpret(place, gl.bfloat16, [STEP, TILE], ROWS_IN_SHARED).permute([1, 0])
+
+
+@gluon.jit
+def pair_in(place):
+    """A stage of B as two tiles of 128 rows of 64 columns."""
+    return reinterpret(place, gl.bfloat16, [2, TILE, STEP], PAIR_IN_SHARED)
 
 
 @gluon.jit
@@ -238,7 +245,10 @@ def multiply_step(total, q, a_stages, b_stages, barriers, FORM: gl.constexpr, FI
     stage = q & (STAGES - 1)
     mbarrier.wait(barriers.index(stage), (q // STAGES) & 1)
     a = a_stages.index(stage)
-    b = b_stages.index(stage).reshape([STEP, 2 * TILE])
+    if FORM == AGAIN:
+        b = pair_in(b_stages.index(stage)).reshape([2 * TILE, STEP]).permute([1, 0])
+    else:
+        b = b_stages.index(stage).reshape([STEP, 2 * TILE])
     if FORM == WEIGHT:
         total = warpgroup_mma(columns_of(a), b, total, use_acc=not FIRST, is_async=True)
     elif FORM == HALF:
@@ -423,10 +433,11 @@ def product_task(
     ring_d_gate_ptr, ring_d_up_ptr, ring_h_ptr, ring_weights_ptr, partial_ptr, shared_d_gate_ptr, shared_d_up_ptr, shared_h_ptr,
     d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, shared_d_x_ptr, peer_rank_ptr, peer_token_idx_ptr,
     signals, group_done_ptr, trace_ptr, up_first, shared_up_first, saved_up_first, shared_saved_up_first,
-    ring, tokens, saved_tiles, shared_tiles, limit, shared_limit,
+    expert_tile_ptr, ring, tokens, saved_tiles, shared_tiles, limit, shared_limit,
     H: gl.constexpr, I: gl.constexpr, S: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, RECOMPUTE: gl.constexpr,
-    NEED_WEIGHTS: gl.constexpr, ANY_WEIGHT: gl.constexpr, PARTS: gl.constexpr, GATE_UPS: gl.constexpr, HIDDENS: gl.constexpr,
-    SHARED_HIDDENS: gl.constexpr, FORM: gl.constexpr, TRACE: gl.constexpr,
+    CARRY: gl.constexpr, NEED_WEIGHTS: gl.constexpr, ANY_WEIGHT: gl.constexpr,
+    PARTS: gl.constexpr, GATE_UPS: gl.constexpr, HIDDENS: gl.constexpr, SHARED_HIDDENS: gl.constexpr, FORM: gl.constexpr,
+    TRACE: gl.constexpr,
 ):  # fmt: skip
     """A task whose loads run on into the next one's, its first step at q -> (the next ticket and its record, whether its first loads are
     under way, steps)."""
@@ -464,11 +475,14 @@ def product_task(
         PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS,
     )  # fmt: skip
     found = read_if(signal, least, lanes)
+    whole_sum = next_kind >= HIDDEN
+    if CARRY:
+        whole_sum = whole_sum & (is_cut(next_kind, next_tile, next_expert, next_depth, expert_tile_ptr) == 0)
     for i in range(turn, last):
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, FORM)
         load_own(own, i + AHEAD, q, True, a_stages, b_stages, barriers, FORM)
     there = (least == 0) | (of_lane_0(found) >= least)
-    will_load = there & (next_kind >= HIDDEN) & (steps > AHEAD)
+    will_load = there & whole_sum & (steps > AHEAD)
     order_copy_engine(next_tile)
     after = operands(
         next_kind, next_tile, next_part, next_expert, next_at, next_depth, ring, up_first, shared_up_first, descs, shared_descs,
@@ -569,6 +583,106 @@ def product_task(
     )  # fmt: skip
 
 
+@gluon.jit
+def load_again(x_desc, pair_desc, row, b_row, i, q, live, a_stages, b_stages, barriers):
+    """Begin the loads of step i of gate and up again, if it is a live one, into the stage of step q."""
+    stage = q & (STAGES - 1)
+    barrier = barriers.index(stage)
+    mbarrier.expect(barrier, 6 * TILE * STEP, pred=live)
+    for j in gl.static_range(2):
+        copy_in(x_desc, [0, row + j * BOX, i * STEP], barrier, a_stages.index(stage).slice(j, 1), pred=live)
+    copy_in(pair_desc, [0, b_row, i * STEP], barrier, pair_in(b_stages.index(stage)), pred=live)
+
+
+@gluon.jit
+def gate_up_task(
+    tile, part, expert, group, q, ticket, taken, list_ptr, total_tasks, x_desc, pair_desc, gate_first,
+    a_stages, b_stages, staging, barriers, ring_d_gate_ptr, ring_d_up_ptr, gate_ready_ptr, group_done_ptr, trace_ptr, ring,
+    H: gl.constexpr, I: gl.constexpr, TRACE: gl.constexpr,
+):  # fmt: skip
+    """Gate and up of a slice again, into the places of d_gate and d_up -> the next ticket and its record, steps. Nothing runs ahead."""
+    STEPS: gl.constexpr = (H + STEP - 1) // STEP
+    place = (tile % ring) * TILE
+    b_row = expert * I + part * TILE
+    tma.store_wait(0)
+    total = gl.zeros([TILE, 2 * TILE], gl.float32, WHOLE_SUMS)
+    for i in gl.static_range(AHEAD):
+        load_again(x_desc, pair_desc, place, b_row, i, q + i, True, a_stages, b_stages, barriers)
+    for i in range(0, STEPS):
+        total = multiply_step(total, q + i, a_stages, b_stages, barriers, AGAIN)
+        load_again(x_desc, pair_desc, place, b_row, i + AHEAD, q + i + AHEAD, i + AHEAD < STEPS, a_stages, b_stages, barriers)
+    total = warpgroup_mma_wait(0, deps=[total])
+    if TRACE:
+        note(trace_ptr, ticket, COMPUTED)
+    next_ticket = of_lane_0(taken)
+    first, second = halves(total, staging, TILE)
+    gate, up = in_order(first, second, gate_first)
+    rows = (place + gl.arange(0, TILE, gl.SliceLayout(1, PUSHED))).to(gl.int64) * I
+    at = rows[:, None] + (part * TILE + gl.arange(0, TILE, gl.SliceLayout(0, PUSHED)))[None, :]
+    gl.store(ring_d_gate_ptr + at, by_rows(gate, staging, TILE))
+    gl.store(ring_d_up_ptr + at, by_rows(up, staging, TILE))
+    fence_async_shared()
+    order_copy_engine(tile)
+    announce(gate_ready_ptr + tile)
+    announce(group_done_ptr + group)
+    kind, tile, part, expert, group, at, depth, expected = read_task(next_ticket, list_ptr, total_tasks)
+    return next_ticket, kind, tile, part, expert, group, at, depth, expected, STEPS
+
+
+@gluon.jit
+def is_cut(kind, tile, expert, depth, expert_tile_ptr):
+    """Whether a task's sum began in a group before or goes on in a later one."""
+    of_weight = kind == D_WEIGHT
+    return of_weight & (((depth & 1) == 0) | (tile > gl.load(expert_tile_ptr + expert, mask=of_weight, other=0)))
+
+
+@gluon.jit
+def cut_task(
+    tile, part, expert, group, at, depth, q, ticket, taken, list_ptr, total_tasks, descs, out_descs, expert_tile_ptr, carry_ptr,
+    a_stages, b_stages, staging, barriers, group_done_ptr, trace_ptr, ring, H: gl.constexpr, I: gl.constexpr, TRACE: gl.constexpr,
+):  # fmt: skip
+    """A tile of a weight's gradient whose sum begins with what is carried, or ends unfinished -> the next ticket and its record, steps.
+    Nothing runs ahead."""
+    none: gl.constexpr = None
+    own = operands(
+        part * 0 + D_WEIGHT, tile, part, expert, at, depth, ring, 0, 0, descs, none, H, I, 0, True
+    )  # fmt: skip
+    to_row = own[5]
+    column = own[7]
+    steps = own[9]
+    tma.store_wait(0)
+    rows = gl.where(part == 2, H, I)
+    columns = gl.where(part == 2, I, H)
+    r = to_row + gl.arange(0, TILE, gl.SliceLayout(1, WHOLE_SUMS))
+    c = column + gl.arange(0, 2 * TILE, gl.SliceLayout(0, WHOLE_SUMS))
+    carried = tile > gl.load(expert_tile_ptr + expert)
+    place = carry_ptr + part.to(gl.int64) * (I * H) + (r.to(gl.int64) * columns)[:, None] + c[None, :]
+    total = gl.load(place, mask=(r < gl.where(carried, rows, 0))[:, None] & (c < columns)[None, :], other=0.0)
+    for i in gl.static_range(AHEAD):
+        load_own(own, i, q, i < steps, a_stages, b_stages, barriers, WEIGHT)
+    for i in range(0, steps):
+        total = multiply_step(total, q + i, a_stages, b_stages, barriers, WEIGHT)
+        load_own(own, i + AHEAD, q, i + AHEAD < steps, a_stages, b_stages, barriers, WEIGHT)
+    total = warpgroup_mma_wait(0, deps=[total])
+    if TRACE:
+        note(trace_ptr, ticket, COMPUTED)
+    next_ticket = of_lane_0(taken)
+    if (depth & 1) == 0:
+        place = carry_ptr + part.to(gl.int64) * (I * H) + (r.to(gl.int64) * columns)[:, None] + c[None, :]
+        gl.store(place, total, mask=(r < rows)[:, None] & (c < columns)[None, :])
+    else:
+        gate_out_desc, up_out_desc, down_out_desc = out_descs
+        out_desc = gate_out_desc
+        if part == 1:
+            out_desc = up_out_desc
+        elif part == 2:
+            out_desc = down_out_desc
+        finish_weight(total, out_desc, expert * rows + to_row, column, q + steps, staging, b_stages)
+    announce(group_done_ptr + group)
+    kind, tile, part, expert, group, at, depth, expected = read_task(next_ticket, list_ptr, total_tasks)
+    return next_ticket, kind, tile, part, expert, group, at, depth, expected, steps
+
+
 @gluon.jit(
     do_not_specialize=[
         "up_first", "shared_up_first", "saved_up_first", "shared_saved_up_first", "gate_first", "rank", "ring", "max_tiles", "tokens",
@@ -577,17 +691,18 @@ def product_task(
 )  # fmt: skip
 def backward_hopper_kernel(
     d_y_ptr, d_y_ptrs, x_ptr, x_ptrs, weights_ptr, weights_ptrs, d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, control_ptrs,
-    peer_rank_ptr, peer_token_idx_ptr, table_ptr, list_ptr,
-    ring_d_y_ptr, ring_x_ptr, ring_d_gate_ptr, ring_d_up_ptr, ring_h_ptr, ring_weights_ptr, partial_ptr,
+    peer_rank_ptr, peer_token_idx_ptr, expert_tile_ptr, table_ptr, list_ptr,
+    ring_d_y_ptr, ring_x_ptr, ring_d_gate_ptr, ring_d_up_ptr, ring_h_ptr, ring_weights_ptr, partial_ptr, carry_ptr,
     shared_d_gate_ptr, shared_d_up_ptr, shared_h_ptr, shared_d_x_ptr,
+    half_x_desc, gate_up_pair_desc,
     half_d_y_desc, half_d_gate_up_desc, x_kn_desc, h_kn_desc, down_kn_desc, gate_up_kn_desc, half_saved_desc,
     half_shared_d_y_desc, half_shared_d_gate_up_desc, shared_x_kn_desc, shared_h_kn_desc, shared_down_kn_desc, shared_gate_up_kn_desc,
     half_shared_saved_desc,
     store_d_gate_desc, store_d_up_desc, store_d_down_desc, store_shared_d_gate_desc, store_shared_d_up_desc, store_shared_d_down_desc,
-    signals_ptr, trace_ptr, up_first, shared_up_first, saved_up_first, shared_saved_up_first, rank, ring, max_tiles, tokens, saved_tiles,
+    signals_ptr, trace_ptr, up_first, shared_up_first, saved_up_first, shared_saved_up_first, gate_first, rank, ring, max_tiles, tokens, saved_tiles,
     limit, shared_limit, wait_limit,
     H: gl.constexpr, I: gl.constexpr, S: gl.constexpr, K: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, RECOMPUTE: gl.constexpr,
-    NEED_WEIGHTS: gl.constexpr, NEED_EXPERTS: gl.constexpr, NEED_SHARED: gl.constexpr, PARTS: gl.constexpr, BLOCK_H: gl.constexpr,
+    CARRY: gl.constexpr, NEED_WEIGHTS: gl.constexpr, NEED_EXPERTS: gl.constexpr, NEED_SHARED: gl.constexpr, PARTS: gl.constexpr, BLOCK_H: gl.constexpr,
     GATE_UPS: gl.constexpr, HIDDENS: gl.constexpr, SHARED_HIDDENS: gl.constexpr, TRACE: gl.constexpr,
 ):  # fmt: skip
     """`backward.backward_kernel` of bf16 experts, whose gradients no sum is carried to or from and all tiles of which the copy engine
@@ -634,6 +749,9 @@ def backward_hopper_kernel(
         number = ticket
         if TRACE:
             note(trace_ptr, number, BEGIN)
+        cut = kind < 0
+        if CARRY:
+            cut = is_cut(kind, tile, expert, depth, expert_tile_ptr)
         ok = loaded
         if loaded == 0:
             if kind == PULL:
@@ -642,9 +760,9 @@ def backward_hopper_kernel(
                     ok = wait_for_group(at, table_ptr, group_done_ptr, control_ptrs, rank, tile, X_FREE, wait_limit, R)
             else:
                 ok = wait_for_inputs(
-                    kind, tile, expert, group, ready_group, expected, False, saved_tiles, shared_tiles, table_ptr, control_ptrs,
+                    kind, tile, expert, group, ready_group, expected, cut, saved_tiles, shared_tiles, table_ptr, control_ptrs,
                     x_ready_ptr, gate_ready_ptr, d_gate_ready_ptr, group_ready_ptr, group_done_ptr, shared_ready_ptr, wait_limit,
-                    rank, R, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, False,
+                    rank, R, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, CARRY,
                 )  # fmt: skip
         if TRACE:
             note(trace_ptr, number, READY)
@@ -658,47 +776,43 @@ def backward_hopper_kernel(
             )  # fmt: skip
             ticket = of_lane_0(taken)
             kind, tile, part, expert, group, at, depth, expected = read_task(ticket, list_ptr, total_tasks)
-        elif (kind == D_WEIGHT) | (kind == SHARED_D_WEIGHT):
-            if ANY_WEIGHT:
+        elif kind == GATE_UP:
+            if RECOMPUTE:
+                ticket, kind, tile, part, expert, group, at, depth, expected, steps = gate_up_task(
+                    tile, part, expert, group, q, ticket, taken, list_ptr, total_tasks, half_x_desc, gate_up_pair_desc, gate_first,
+                    a_stages, b_stages, staging, barriers, ring_d_gate_ptr, ring_d_up_ptr, gate_ready_ptr, group_done_ptr, trace_ptr, ring,
+                    H, I, TRACE,
+                )  # fmt: skip
+        elif cut:
+            if CARRY:
+                ready_group = group
+                ticket, kind, tile, part, expert, group, at, depth, expected, steps = cut_task(
+                    tile, part, expert, group, at, depth, q, ticket, taken, list_ptr, total_tasks, descs, out_descs, expert_tile_ptr,
+                    carry_ptr, a_stages, b_stages, staging, barriers, group_done_ptr, trace_ptr, ring, H, I, TRACE,
+                )  # fmt: skip
+        else:
+            form = depth & 1
+            if (kind == D_WEIGHT) | (kind == SHARED_D_WEIGHT):
+                form = form * 0 + WEIGHT
                 ready_group = group
                 if S > 0:
                     if kind == SHARED_D_WEIGHT:
                         ready_group = group * 0 + SHARED
-                ticket, kind, tile, part, expert, group, at, depth, expected, loaded, steps = product_task(
-                    kind, tile, part, expert, group, at, depth, q, loaded, ready_group, ticket, taken, lanes, list_ptr, total_tasks,
-                    descs, shared_descs, out_descs, shared_out_descs, half_saved_desc, half_shared_saved_desc,
-                    a_stages, b_stages, staging, barriers, gate_up_barrier,
-                    ring_d_gate_ptr, ring_d_up_ptr, ring_h_ptr, ring_weights_ptr, partial_ptr,
-                    shared_d_gate_ptr, shared_d_up_ptr, shared_h_ptr,
-                    d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, shared_d_x_ptr, peer_rank_ptr, peer_token_idx_ptr,
-                    signals, group_done_ptr, trace_ptr, up_first, shared_up_first, saved_up_first, shared_saved_up_first,
-                    ring, tokens, saved_tiles, shared_tiles, limit, shared_limit,
-                    H, I, S, R, CLAMP, RECOMPUTE, NEED_WEIGHTS, ANY_WEIGHT, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, WEIGHT, TRACE,
-                )  # fmt: skip
-        elif (depth & 1) == 1:  # half a tile
-            ticket, kind, tile, part, expert, group, at, depth, expected, loaded, steps = product_task(
-                kind, tile, part, expert, group, at, depth, q, loaded, ready_group, ticket, taken, lanes, list_ptr, total_tasks,
-                descs, shared_descs, out_descs, shared_out_descs, half_saved_desc, half_shared_saved_desc,
-                a_stages, b_stages, staging, barriers, gate_up_barrier,
-                ring_d_gate_ptr, ring_d_up_ptr, ring_h_ptr, ring_weights_ptr, partial_ptr,
-                shared_d_gate_ptr, shared_d_up_ptr, shared_h_ptr,
-                d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, shared_d_x_ptr, peer_rank_ptr, peer_token_idx_ptr,
-                signals, group_done_ptr, trace_ptr, up_first, shared_up_first, saved_up_first, shared_saved_up_first,
-                ring, tokens, saved_tiles, shared_tiles, limit, shared_limit,
-                H, I, S, R, CLAMP, RECOMPUTE, NEED_WEIGHTS, ANY_WEIGHT, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, HALF, TRACE,
-            )  # fmt: skip
-        else:
-            ticket, kind, tile, part, expert, group, at, depth, expected, loaded, steps = product_task(
-                kind, tile, part, expert, group, at, depth, q, loaded, ready_group, ticket, taken, lanes, list_ptr, total_tasks,
-                descs, shared_descs, out_descs, shared_out_descs, half_saved_desc, half_shared_saved_desc,
-                a_stages, b_stages, staging, barriers, gate_up_barrier,
-                ring_d_gate_ptr, ring_d_up_ptr, ring_h_ptr, ring_weights_ptr, partial_ptr,
-                shared_d_gate_ptr, shared_d_up_ptr, shared_h_ptr,
-                d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, shared_d_x_ptr, peer_rank_ptr, peer_token_idx_ptr,
-                signals, group_done_ptr, trace_ptr, up_first, shared_up_first, saved_up_first, shared_saved_up_first,
-                ring, tokens, saved_tiles, shared_tiles, limit, shared_limit,
-                H, I, S, R, CLAMP, RECOMPUTE, NEED_WEIGHTS, ANY_WEIGHT, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, WHOLE, TRACE,
-            )  # fmt: skip
+            for FORM in gl.static_range(3):
+                if (FORM != WEIGHT) | ANY_WEIGHT:
+                    if form == FORM:
+                        ticket, kind, tile, part, expert, group, at, depth, expected, loaded, steps = product_task(
+                            kind, tile, part, expert, group, at, depth, q, loaded, ready_group, ticket, taken, lanes, list_ptr, total_tasks,
+                            descs, shared_descs, out_descs, shared_out_descs, half_saved_desc, half_shared_saved_desc,
+                            a_stages, b_stages, staging, barriers, gate_up_barrier,
+                            ring_d_gate_ptr, ring_d_up_ptr, ring_h_ptr, ring_weights_ptr, partial_ptr,
+                            shared_d_gate_ptr, shared_d_up_ptr, shared_h_ptr,
+                            d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, shared_d_x_ptr, peer_rank_ptr, peer_token_idx_ptr,
+                            signals, group_done_ptr, trace_ptr, up_first, shared_up_first, saved_up_first, shared_saved_up_first,
+                            expert_tile_ptr, ring, tokens, saved_tiles, shared_tiles, limit, shared_limit,
+                            H, I, S, R, CLAMP, RECOMPUTE, CARRY, NEED_WEIGHTS, ANY_WEIGHT, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS,
+                            FORM, TRACE,
+                        )  # fmt: skip
         q += steps
         if TRACE:
             note(trace_ptr, number, DONE)

@@ -20,7 +20,7 @@ from mok.config import TILE_M
 from mok.kernels.backward import backward_kernel
 from mok.kernels.combine import combine
 from mok.kernels.groups import BLOCK_TICKETS, HEADER, RECORD, ROW, list_kernel, plan_kernel
-from mok.kernels.launch import Saved, Workspace, _rows, is_hopper, trace_record
+from mok.kernels.launch import Saved, Workspace, _pair, _rows, is_hopper, trace_record
 from mok.kernels.quantize import quantize_into
 from mok.kernels.schedule import DeviceSchedule
 from mok.quantize import MX_ROW, Block
@@ -211,11 +211,11 @@ OF_HOPPER = dict(block_m=128, block_n=256, block_k=64, slice=64, num_warps=8, pr
 LEAST = 256  # columns that every product there has more of
 
 
-def runs_ahead(plan: BackwardPlan, device: torch.device, sizes: Sequence[int], cut: bool, accumulate: bool, mxfp8: bool) -> bool:
+def runs_ahead(plan: BackwardPlan, device: torch.device, sizes: Sequence[int], accumulate: bool, mxfp8: bool) -> bool:
     """Whether a backward is the kernel of `backward_hopper.py`: a plan that allows it, on Hopper, bf16 experts whose gradients the copy
     engine stores; sizes: H, I and, if there are shared experts, S."""
     fits = all(getattr(plan, name) == value for name, value in OF_HOPPER.items()) and plan.run in (0, 1)
-    fits = fits and not (cut or accumulate or mxfp8) and all(size > LEAST and size % plan.block_m == 0 for size in sizes)
+    fits = fits and not (accumulate or mxfp8) and all(size > LEAST and size % plan.block_m == 0 for size in sizes)
     return plan.prefetch and fits and is_hopper(device)
 
 
@@ -275,14 +275,14 @@ def prepare(
     shared_width = shared[0].shape[0] if shared else 0
     programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
     accumulate = main_grads is not None or shared_main_grads is not None
-    cut = needs.experts and max(2, min(plan.ring_tiles, tiles)) < tiles
     sizes = (hidden, width, *[shared_width] * bool(shared))
-    ahead = runs_ahead(plan, workspace.device, sizes, cut, accumulate, mxfp8)
+    ahead = runs_ahead(plan, workspace.device, sizes, accumulate, mxfp8)
     plan = dataclasses.replace(plan, run=1) if ahead else plan.with_run(tokens * workspace.top_k, num_local)
     tasks = count_tasks(plan, needs, hidden, width, shared_width, tokens)
     ring, target, most = ring_and_groups(plan, tiles, tasks, programs)
     saved_tiles = min(saved.gate_CI.shape[0] // m, tiles)
     recompute = saved_tiles < tiles
+    cut = most < tiles and needs.experts
     bf16, fp32, device = torch.bfloat16, torch.float32, workspace.device
 
     take = workspace.take
@@ -378,6 +378,8 @@ def prepare(
             (d_y_ring, x_ring, d_gate_ring, d_up_ring, h_ring), (saved_gate, saved_up), to_experts,
             (shared_d_y, x_TH, d_gate, d_up, h) if shared else None, (saved.shared_gate_TS, saved.shared_up_TS), to_shared,
         )  # fmt: skip
+        pair, gate_first = _pair(gate_LIH, up_LIH, 128, 64) if recompute else (None, 1)
+        kernel |= dict(half_x_desc=_planes((x_ring,), 64, 64) if recompute else None, gate_up_pair_desc=pair, gate_first=gate_first)
     return Call(
         order, kernel, None if main_grads else expert_grads, None if shared_main_grads else shared_grads, shared_d_x, ahead
     )  # fmt: skip
