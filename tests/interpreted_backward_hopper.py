@@ -26,7 +26,7 @@ from mok.kernels.groups import D_WEIGHT, D_X, HIDDEN, SHARED_D_WEIGHT, SHARED_D_
 from mok.kernels.launch import Saved
 from mok.kernels.launch_backward import BackwardPlan
 
-TOLD = tempfile.TemporaryFile()  # noqa: SIM115 - the programs are processes
+TOLD = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - the programs are processes
 KINDS = tuple(kind.value for kind in (HIDDEN, D_X, D_WEIGHT))
 SHARED_KINDS = tuple(kind.value for kind in (SHARED_HIDDEN, SHARED_D_X, SHARED_D_WEIGHT))
 PLAN = BackwardPlan(num_sms=2, ring_tiles=64, group_tiles=1, parts=2, run=1)
@@ -35,7 +35,7 @@ PLAN = BackwardPlan(num_sms=2, ring_tiles=64, group_tiles=1, parts=2, run=1)
 def note(name: str, arguments: tuple, result: tuple) -> None:
     """Of every task that multiplies: its kind, whether it had been loaded for, and whether it loaded for the next one."""
     if name == "product_task":
-        os.write(TOLD.fileno(), bytes([plain(arguments[0]), plain(arguments[8]), plain(result[9])]))
+        os.write(TOLD.fileno(), bytes([plain(arguments[0][0]), plain(arguments[3]), plain(result[2])]))
 
 
 KERNEL = interpreted(backward_hopper, forward_hopper, note=note)["backward_hopper_kernel"]
@@ -92,6 +92,27 @@ def case_bits():
     same_bits(few_rows(Problem(0, 200, 384, 384, 3, 1)), 1, PLAN)
     same_bits(Problem(1, 150, 384, 512, 3, 2), 2, replace(PLAN, num_sms=1), clamp=0.5)
     same_bits(Problem(2, 100, 512, 384, 4, 2), 1, replace(PLAN, num_sms=3, group_tiles=4))
+
+
+def case_small_ring():
+    """Places used again, so that pulls wait, and experts cut by groups, whose sums are carried."""
+    problem = Problem(3, 400, 384, 384, 3, 1)
+    problem.ids_TK[:300] = 1
+    problem.weights_TK = torch.randn(problem.ids_TK.shape)
+    same_bits(problem, 1, replace(PLAN, ring_tiles=4))
+    same_bits(few_rows(Problem(4, 300, 384, 384, 4, 1)), 2, replace(PLAN, ring_tiles=3))
+
+
+def case_gate_and_up_again():
+    """Of no tile, or of some, gate and up are saved."""
+    for tiles in (0, 2):
+        same_bits(Problem(5, 200, 384, 512, 3, 1), 1 + tiles // 2, PLAN, saved_tiles=tiles, clamp=0.5)
+
+
+def case_shared():
+    problem = Problem(6, 150, 384, 384, 2, 1, shared_width=512)
+    same_bits(problem, 1, replace(PLAN, num_sms=3), kinds=KINDS + SHARED_KINDS)
+    same_bits(problem, 2, replace(PLAN, ring_tiles=2), 1, 0.5, KINDS + SHARED_KINDS)
 
 
 if __name__ == "__main__":

@@ -428,19 +428,26 @@ def pull_task(
 
 @gluon.jit
 def product_task(
-    kind, tile, part, expert, group, at, depth, q, loaded, ready_group, ticket, taken, lanes, list_ptr, total_tasks,
-    descs, shared_descs, out_descs, shared_out_descs, saved_desc, shared_saved_desc, a_stages, b_stages, staging, barriers, gate_up_barrier,
-    ring_d_gate_ptr, ring_d_up_ptr, ring_h_ptr, ring_weights_ptr, partial_ptr, shared_d_gate_ptr, shared_d_up_ptr, shared_h_ptr,
-    d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, shared_d_x_ptr, peer_rank_ptr, peer_token_idx_ptr,
-    signals, group_done_ptr, trace_ptr, up_first, shared_up_first, saved_up_first, shared_saved_up_first,
-    expert_tile_ptr, ring, tokens, saved_tiles, shared_tiles, limit, shared_limit,
+    task, ticket, q, loaded, ready_group, taken, lanes, places, matrices, pointers, numbers,
     H: gl.constexpr, I: gl.constexpr, S: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, RECOMPUTE: gl.constexpr,
     CARRY: gl.constexpr, NEED_WEIGHTS: gl.constexpr, ANY_WEIGHT: gl.constexpr,
     PARTS: gl.constexpr, GATE_UPS: gl.constexpr, HIDDENS: gl.constexpr, SHARED_HIDDENS: gl.constexpr, FORM: gl.constexpr,
     TRACE: gl.constexpr,
 ):  # fmt: skip
-    """A task whose loads run on into the next one's, its first step at q -> (the next ticket and its record, whether its first loads are
-    under way, steps)."""
+    """A task whose loads run on into the next one's, its first step at q -> (the next task, its ticket, whether its first loads are under
+    way, steps)."""
+    kind, tile, part, expert, group, at, depth, _ = task
+    a_stages, b_stages, staging, barriers, gate_up_barrier = places
+    descs, shared_descs, out_descs, shared_out_descs, saved_desc, shared_saved_desc = matrices
+    (
+        list_ptr, expert_tile_ptr, ring_d_gate_ptr, ring_d_up_ptr, ring_h_ptr, ring_weights_ptr, partial_ptr,
+        shared_d_gate_ptr, shared_d_up_ptr, shared_h_ptr, d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, shared_d_x_ptr,
+        peer_rank_ptr, peer_token_idx_ptr, group_done_ptr, trace_ptr, signals,
+    ) = pointers  # fmt: skip
+    (
+        total_tasks, up_first, shared_up_first, saved_up_first, shared_saved_up_first, ring, tokens, saved_tiles, shared_tiles,
+        limit, shared_limit,
+    ) = numbers  # fmt: skip
     OF_SHARED: gl.constexpr = S if FORM != HALF else 0  # of a shared expert every tile is whole
     SUMS: gl.constexpr = HALF_SUMS if FORM == HALF else WHOLE_SUMS
     ROWS: gl.constexpr = BOX if FORM == HALF else TILE
@@ -464,9 +471,8 @@ def product_task(
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, FORM)
         load_own(own, i + AHEAD, q, True, a_stages, b_stages, barriers, FORM)
     next_ticket = of_lane_0(taken)
-    next_kind, next_tile, next_part, next_expert, next_group, next_at, next_depth, next_expected = read_task(
-        next_ticket, list_ptr, total_tasks
-    )  # fmt: skip
+    following = read_task(next_ticket, list_ptr, total_tasks)
+    next_kind, next_tile, next_part, next_expert, next_group, next_at, next_depth, next_expected = following
     for i in range(look, turn):
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, FORM)
         load_own(own, i + AHEAD, q, True, a_stages, b_stages, barriers, FORM)
@@ -577,10 +583,7 @@ def product_task(
         fence_async_shared()
     if kind <= D_WEIGHT:
         announce(group_done_ptr + group)
-    return (
-        next_ticket, next_kind, next_tile, next_part, next_expert, next_group, next_at, next_depth, next_expected, will_load.to(gl.int32),
-        steps,
-    )  # fmt: skip
+    return following, next_ticket, will_load.to(gl.int32), steps
 
 
 @gluon.jit
@@ -596,11 +599,12 @@ def load_again(x_desc, pair_desc, row, b_row, i, q, live, a_stages, b_stages, ba
 
 @gluon.jit
 def gate_up_task(
-    tile, part, expert, group, q, ticket, taken, list_ptr, total_tasks, x_desc, pair_desc, gate_first,
-    a_stages, b_stages, staging, barriers, ring_d_gate_ptr, ring_d_up_ptr, gate_ready_ptr, group_done_ptr, trace_ptr, ring,
-    H: gl.constexpr, I: gl.constexpr, TRACE: gl.constexpr,
+    task, ticket, q, taken, places, list_ptr, total_tasks, x_desc, pair_desc, gate_first, ring_d_gate_ptr, ring_d_up_ptr,
+    gate_ready_ptr, group_done_ptr, trace_ptr, ring, H: gl.constexpr, I: gl.constexpr, TRACE: gl.constexpr,
 ):  # fmt: skip
-    """Gate and up of a slice again, into the places of d_gate and d_up -> the next ticket and its record, steps. Nothing runs ahead."""
+    """Gate and up of a slice again, into the places of d_gate and d_up -> the next task, its ticket, steps. Nothing runs ahead."""
+    _, tile, part, expert, group, _, _, _ = task
+    a_stages, b_stages, staging, barriers, _ = places
     STEPS: gl.constexpr = (H + STEP - 1) // STEP
     place = (tile % ring) * TILE
     b_row = expert * I + part * TILE
@@ -625,8 +629,7 @@ def gate_up_task(
     order_copy_engine(tile)
     announce(gate_ready_ptr + tile)
     announce(group_done_ptr + group)
-    kind, tile, part, expert, group, at, depth, expected = read_task(next_ticket, list_ptr, total_tasks)
-    return next_ticket, kind, tile, part, expert, group, at, depth, expected, STEPS
+    return read_task(next_ticket, list_ptr, total_tasks), next_ticket, STEPS
 
 
 @gluon.jit
@@ -638,15 +641,15 @@ def is_cut(kind, tile, expert, depth, expert_tile_ptr):
 
 @gluon.jit
 def cut_task(
-    tile, part, expert, group, at, depth, q, ticket, taken, list_ptr, total_tasks, descs, out_descs, expert_tile_ptr, carry_ptr,
-    a_stages, b_stages, staging, barriers, group_done_ptr, trace_ptr, ring, H: gl.constexpr, I: gl.constexpr, TRACE: gl.constexpr,
+    task, ticket, q, taken, places, list_ptr, total_tasks, descs, out_descs, expert_tile_ptr, carry_ptr, group_done_ptr, trace_ptr, ring,
+    H: gl.constexpr, I: gl.constexpr, TRACE: gl.constexpr,
 ):  # fmt: skip
-    """A tile of a weight's gradient whose sum begins with what is carried, or ends unfinished -> the next ticket and its record, steps.
-    Nothing runs ahead."""
+    """A tile of a weight's gradient whose sum begins with what is carried, or ends unfinished -> the next task, its ticket,
+    steps. Nothing runs ahead."""
+    kind, tile, part, expert, group, at, depth, _ = task
+    a_stages, b_stages, staging, barriers, _ = places
     none: gl.constexpr = None
-    own = operands(
-        part * 0 + D_WEIGHT, tile, part, expert, at, depth, ring, 0, 0, descs, none, H, I, 0, True
-    )  # fmt: skip
+    own = operands(kind, tile, part, expert, at, depth, ring, 0, 0, descs, none, H, I, 0, True)
     to_row = own[5]
     column = own[7]
     steps = own[9]
@@ -679,8 +682,7 @@ def cut_task(
             out_desc = down_out_desc
         finish_weight(total, out_desc, expert * rows + to_row, column, q + steps, staging, b_stages)
     announce(group_done_ptr + group)
-    kind, tile, part, expert, group, at, depth, expected = read_task(next_ticket, list_ptr, total_tasks)
-    return next_ticket, kind, tile, part, expert, group, at, depth, expected, steps
+    return read_task(next_ticket, list_ptr, total_tasks), next_ticket, steps
 
 
 @gluon.jit(
@@ -699,10 +701,11 @@ def backward_hopper_kernel(
     half_shared_d_y_desc, half_shared_d_gate_up_desc, shared_x_kn_desc, shared_h_kn_desc, shared_down_kn_desc, shared_gate_up_kn_desc,
     half_shared_saved_desc,
     store_d_gate_desc, store_d_up_desc, store_d_down_desc, store_shared_d_gate_desc, store_shared_d_up_desc, store_shared_d_down_desc,
-    signals_ptr, trace_ptr, up_first, shared_up_first, saved_up_first, shared_saved_up_first, gate_first, rank, ring, max_tiles, tokens, saved_tiles,
-    limit, shared_limit, wait_limit,
+    signals_ptr, trace_ptr, up_first, shared_up_first, saved_up_first, shared_saved_up_first, gate_first, rank, ring, max_tiles, tokens,
+    saved_tiles, limit, shared_limit, wait_limit,
     H: gl.constexpr, I: gl.constexpr, S: gl.constexpr, K: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, RECOMPUTE: gl.constexpr,
-    CARRY: gl.constexpr, NEED_WEIGHTS: gl.constexpr, NEED_EXPERTS: gl.constexpr, NEED_SHARED: gl.constexpr, PARTS: gl.constexpr, BLOCK_H: gl.constexpr,
+    CARRY: gl.constexpr, NEED_WEIGHTS: gl.constexpr, NEED_EXPERTS: gl.constexpr, NEED_SHARED: gl.constexpr,
+    PARTS: gl.constexpr, BLOCK_H: gl.constexpr,
     GATE_UPS: gl.constexpr, HIDDENS: gl.constexpr, SHARED_HIDDENS: gl.constexpr, TRACE: gl.constexpr,
 ):  # fmt: skip
     """`backward.backward_kernel` of bf16 experts, whose gradients no sum is carried to or from and all tiles of which the copy engine
@@ -738,13 +741,25 @@ def backward_hopper_kernel(
     ones = gl.full([THREADS], 1, gl.int32, LANES)
     taken = gl.atomic_add(signals_ptr + lanes, ones, mask=lanes == 0, sem="relaxed", scope="gpu")
     ticket = of_lane_0(taken)
-    kind, tile, part, expert, group, at, depth, expected = read_task(ticket, list_ptr, total_tasks)
+    task = read_task(ticket, list_ptr, total_tasks)
     if TRACE:
         note_begin(trace_ptr)
+    places = (a_stages, b_stages, staging, barriers, gate_up_barrier)
+    matrices = (descs, shared_descs, out_descs, shared_out_descs, half_saved_desc, half_shared_saved_desc)
+    pointers = (
+        list_ptr, expert_tile_ptr, ring_d_gate_ptr, ring_d_up_ptr, ring_h_ptr, ring_weights_ptr, partial_ptr,
+        shared_d_gate_ptr, shared_d_up_ptr, shared_h_ptr, d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, shared_d_x_ptr,
+        peer_rank_ptr, peer_token_idx_ptr, group_done_ptr, trace_ptr, signals,
+    )  # fmt: skip
+    numbers = (
+        total_tasks, up_first, shared_up_first, saved_up_first, shared_saved_up_first, ring, tokens, saved_tiles, shared_tiles,
+        limit, shared_limit,
+    )  # fmt: skip
     q = max_tiles * 0  # steps begun by this program
     loaded = max_tiles * 0  # whether the task's first loads are under way
     ready_group = max_tiles * 0 - 1
-    while kind != END:
+    while task[0] != END:
+        kind, tile, part, expert, group, at, depth, expected = task
         taken = gl.atomic_add(signals_ptr + lanes, ones, mask=lanes == 0, sem="relaxed", scope="gpu")
         number = ticket
         if TRACE:
@@ -768,51 +783,47 @@ def backward_hopper_kernel(
             note(trace_ptr, number, READY)
         steps = q * 0
         if ok == 0:
-            kind = kind * 0 + END
+            task = (kind * 0 + END, tile, part, expert, group, at, depth, expected)
         elif kind == PULL:
             pull_task(
                 tile, part, saved_tiles, d_y_ptr, d_y_ptrs, x_ptr, x_ptrs, weights_ptr, weights_ptrs, peer_rank_ptr, peer_token_idx_ptr,
                 ring_d_y_ptr, ring_x_ptr, ring_weights_ptr, x_ready_ptr, ring, H, K, R, NEED_EXPERTS, PARTS, BLOCK_H,
             )  # fmt: skip
             ticket = of_lane_0(taken)
-            kind, tile, part, expert, group, at, depth, expected = read_task(ticket, list_ptr, total_tasks)
+            task = read_task(ticket, list_ptr, total_tasks)
         elif kind == GATE_UP:
             if RECOMPUTE:
-                ticket, kind, tile, part, expert, group, at, depth, expected, steps = gate_up_task(
-                    tile, part, expert, group, q, ticket, taken, list_ptr, total_tasks, half_x_desc, gate_up_pair_desc, gate_first,
-                    a_stages, b_stages, staging, barriers, ring_d_gate_ptr, ring_d_up_ptr, gate_ready_ptr, group_done_ptr, trace_ptr, ring,
-                    H, I, TRACE,
+                task, ticket, steps = gate_up_task(
+                    task, ticket, q, taken, places, list_ptr, total_tasks, half_x_desc, gate_up_pair_desc, gate_first, ring_d_gate_ptr,
+                    ring_d_up_ptr, gate_ready_ptr, group_done_ptr, trace_ptr, ring, H, I, TRACE,
                 )  # fmt: skip
         elif cut:
             if CARRY:
                 ready_group = group
-                ticket, kind, tile, part, expert, group, at, depth, expected, steps = cut_task(
-                    tile, part, expert, group, at, depth, q, ticket, taken, list_ptr, total_tasks, descs, out_descs, expert_tile_ptr,
-                    carry_ptr, a_stages, b_stages, staging, barriers, group_done_ptr, trace_ptr, ring, H, I, TRACE,
+                task, ticket, steps = cut_task(
+                    task, ticket, q, taken, places, list_ptr, total_tasks, descs, out_descs, expert_tile_ptr, carry_ptr, group_done_ptr,
+                    trace_ptr, ring, H, I, TRACE,
                 )  # fmt: skip
-        else:
-            form = depth & 1
-            if (kind == D_WEIGHT) | (kind == SHARED_D_WEIGHT):
-                form = form * 0 + WEIGHT
+        elif (kind == D_WEIGHT) | (kind == SHARED_D_WEIGHT):
+            if ANY_WEIGHT:
                 ready_group = group
                 if S > 0:
                     if kind == SHARED_D_WEIGHT:
                         ready_group = group * 0 + SHARED
-            for FORM in gl.static_range(3):
-                if (FORM != WEIGHT) | ANY_WEIGHT:
-                    if form == FORM:
-                        ticket, kind, tile, part, expert, group, at, depth, expected, loaded, steps = product_task(
-                            kind, tile, part, expert, group, at, depth, q, loaded, ready_group, ticket, taken, lanes, list_ptr, total_tasks,
-                            descs, shared_descs, out_descs, shared_out_descs, half_saved_desc, half_shared_saved_desc,
-                            a_stages, b_stages, staging, barriers, gate_up_barrier,
-                            ring_d_gate_ptr, ring_d_up_ptr, ring_h_ptr, ring_weights_ptr, partial_ptr,
-                            shared_d_gate_ptr, shared_d_up_ptr, shared_h_ptr,
-                            d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, shared_d_x_ptr, peer_rank_ptr, peer_token_idx_ptr,
-                            signals, group_done_ptr, trace_ptr, up_first, shared_up_first, saved_up_first, shared_saved_up_first,
-                            expert_tile_ptr, ring, tokens, saved_tiles, shared_tiles, limit, shared_limit,
-                            H, I, S, R, CLAMP, RECOMPUTE, CARRY, NEED_WEIGHTS, ANY_WEIGHT, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS,
-                            FORM, TRACE,
-                        )  # fmt: skip
+                task, ticket, loaded, steps = product_task(
+                    task, ticket, q, loaded, ready_group, taken, lanes, places, matrices, pointers, numbers, H, I, S, R, CLAMP, RECOMPUTE,
+                    CARRY, NEED_WEIGHTS, ANY_WEIGHT, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, WEIGHT, TRACE,
+                )  # fmt: skip
+        elif (depth & 1) == 1:  # half a tile
+            task, ticket, loaded, steps = product_task(
+                task, ticket, q, loaded, ready_group, taken, lanes, places, matrices, pointers, numbers, H, I, S, R, CLAMP, RECOMPUTE,
+                CARRY, NEED_WEIGHTS, ANY_WEIGHT, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, HALF, TRACE,
+            )  # fmt: skip
+        else:
+            task, ticket, loaded, steps = product_task(
+                task, ticket, q, loaded, ready_group, taken, lanes, places, matrices, pointers, numbers, H, I, S, R, CLAMP, RECOMPUTE,
+                CARRY, NEED_WEIGHTS, ANY_WEIGHT, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, WHOLE, TRACE,
+            )  # fmt: skip
         q += steps
         if TRACE:
             note(trace_ptr, number, DONE)
