@@ -240,7 +240,8 @@ def load_next(task, kind, half, j, q, live, a_stages, b_stages, barriers):
 def multiply_step(total, q, a_stages, b_stages, barriers, FORM: gl.constexpr, FIRST: gl.constexpr = False):
     """Begin the product of step q, and wait for that of the step before it, whose stage every warp has then read.
 
-    FIRST: of a task. Then what the tasks before have stored by the copy engine has left shared memory.
+    FIRST: of a task. Then what the task before has stored by the copy engine has left shared memory, and all else that it has stored is
+    ordered before what is announced now.
     """
     stage = q & (STAGES - 1)
     mbarrier.wait(barriers.index(stage), (q // STAGES) & 1)
@@ -258,6 +259,7 @@ def multiply_step(total, q, a_stages, b_stages, barriers, FORM: gl.constexpr, FI
     total = warpgroup_mma_wait(1, deps=[total])
     if FIRST:
         tma.store_wait(0)
+        order_copy_engine(q)
     thread_barrier()
     return total
 
@@ -345,21 +347,25 @@ def store_slice(ptr, value, rows, columns, num_rows, width, CLIP: gl.constexpr):
 
 
 @gluon.jit
+def spread_rows(row, FORM: gl.constexpr):
+    """The rows of a tile of `in_slices`, and how many slices further right they lie."""
+    m = gl.arange(0, TILE, gl.SliceLayout(1, SPREAD))
+    if FORM == HALF:
+        return row + m % BOX, m // BOX * 2
+    else:
+        return row + m, m * 0
+
+
+@gluon.jit
 def finish_hidden(
-    total, buffer, staging, barrier, gate_up_desc, gate_plane, from_row, to_gate_ptr, to_up_ptr, to_h_ptr, weights_ptr, place, num_rows,
+    total, buffer, staging, barrier, gate_up_desc, gate_plane, from_row, to_gate_ptr, to_up_ptr, to_h_ptr, weight, place, num_rows,
     part, width, limit, partial_ptr, partial_stride, keep,
     CLAMP: gl.constexpr, CLIP: gl.constexpr, D_WEIGHTS: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """`gradients.hidden_slices` of sums and of gate and up, whose first slices are under way to staging."""
     COUNT: gl.constexpr = 4 if FORM == WHOLE else 2
-    m = gl.arange(0, TILE, gl.SliceLayout(1, SPREAD))
-    right = m * 0
-    if FORM == HALF:
-        right = m // BOX * 2
-        m = m % BOX
+    rows, right = spread_rows(place, FORM)
     column = part * (2 * TILE)
-    rows = place + m
-    weight = gl.load(weights_ptr + rows, mask=(rows >= 0) & keep, other=1.0)
     narrow = in_slices(total, FORM)
     places = reinterpret(staging, gl.bfloat16, [2, TILE, SLICE], ROWS_IN_SHARED)
     thread_barrier()  # every warp has waited for the last product
@@ -374,7 +380,7 @@ def finish_hidden(
         thread_barrier()
         if i + 1 < COUNT:
             load_gate_up(gate_up_desc, gate_plane, from_row, column, i + 1, True, staging, barrier, FORM)
-        d_gate, d_up, weighted_h, d_weight = hidden_gradient(d_hidden, gate, up, weight, limit, CLAMP)
+        d_gate, d_up, weighted_h, d_weight = hidden_gradient(d_hidden, gate, up, weight, limit, CLAMP, True)
         columns = column + (right + i) * SLICE
         store_slice(to_h_ptr, weighted_h, rows, columns, num_rows, width, CLIP)
         store_slice(to_up_ptr, d_up, rows, columns, num_rows, width, CLIP)
@@ -399,6 +405,26 @@ def push_d_weights(
     else:
         to = peer_address(d_weights_ptrs, gl.maximum(source, 0), gl.float32) + slot
     gl.store(to, total, mask=source >= 0)
+
+
+@gluon.jit
+def announce_hidden(tile_ptr, group_ptr, lanes):
+    """Add to the two signals that a hidden task announces, by two lanes; lane 0 then has what its tile's signal was."""
+    return gl.atomic_add(gl.where(lanes == 0, tile_ptr, group_ptr), lanes * 0 + 1, mask=lanes < 2, sem="acq_rel", scope="gpu")
+
+
+@gluon.jit
+def finish_d_weights(
+    done, tile, ring, partial_ptr, d_weights_ptr, d_weights_ptrs, peer_rank_ptr, peer_token_idx_ptr,
+    HIDDENS: gl.constexpr, R: gl.constexpr, NEED_WEIGHTS: gl.constexpr,
+):  # fmt: skip
+    """If a hidden task is its tile's last one, push the tile's gradients of router weights. done: of `announce_hidden`."""
+    if NEED_WEIGHTS:
+        if of_lane_0(done) == HIDDENS - 1:
+            push_d_weights(
+                partial_ptr, ring * TILE, HIDDENS * PARTS_OF_D_W, (tile % ring) * TILE, d_weights_ptr, d_weights_ptrs,
+                peer_rank_ptr, peer_token_idx_ptr, tile * TILE, R,
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -428,14 +454,18 @@ def pull_task(
 
 @gluon.jit
 def product_task(
-    task, ticket, q, loaded, ready_group, taken, lanes, places, matrices, pointers, numbers,
+    task, ticket, q, loaded, late, ready_group, taken, lanes, places, matrices, pointers, numbers,
     H: gl.constexpr, I: gl.constexpr, S: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, RECOMPUTE: gl.constexpr,
     CARRY: gl.constexpr, NEED_WEIGHTS: gl.constexpr, ANY_WEIGHT: gl.constexpr,
     PARTS: gl.constexpr, GATE_UPS: gl.constexpr, HIDDENS: gl.constexpr, SHARED_HIDDENS: gl.constexpr, FORM: gl.constexpr,
     TRACE: gl.constexpr,
 ):  # fmt: skip
     """A task whose loads run on into the next one's, its first step at q -> (the next task, its ticket, whether its first loads are under
-    way, steps)."""
+    way, steps, what is left to be announced).
+
+    late: of the task before the tile whose hidden slice, and the group of which a task, is still to be announced, or -1. They are announced
+    in this task's first steps, which waits for nothing: only a task that has been loaded for gets any.
+    """
     kind, tile, part, expert, group, at, depth, _ = task
     a_stages, b_stages, staging, barriers, gate_up_barrier = places
     descs, shared_descs, out_descs, shared_out_descs, saved_desc, shared_saved_desc = matrices
@@ -452,6 +482,7 @@ def product_task(
     SUMS: gl.constexpr = HALF_SUMS if FORM == HALF else WHOLE_SUMS
     ROWS: gl.constexpr = BOX if FORM == HALF else TILE
     _, _, d_gate_ready_ptr, group_ready_ptr, shared_ready_ptr = signals
+    late_tile, late_group = late
     own = operands(
         kind, tile, part, expert, at, depth, ring, up_first, shared_up_first, descs, shared_descs, H, I, OF_SHARED, FORM == WEIGHT
     )  # fmt: skip
@@ -463,6 +494,9 @@ def product_task(
     total = gl.zeros([ROWS, 2 * TILE], gl.float32, SUMS)
     total = multiply_step(total, q, a_stages, b_stages, barriers, FORM, True)
     load_own(own, AHEAD, q, steps > AHEAD, a_stages, b_stages, barriers, FORM)
+    done = lanes * 0
+    if late_tile >= 0:
+        done = announce_hidden(d_gate_ready_ptr + late_tile, group_ready_ptr + late_group, lanes)
     last = gl.maximum(steps - AHEAD, 1)
     look = gl.maximum(last - 4, 1)
     turn = gl.maximum(last - 2, 1)
@@ -470,6 +504,14 @@ def product_task(
     for i in range(1, look):
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, FORM)
         load_own(own, i + AHEAD, q, True, a_stages, b_stages, barriers, FORM)
+    if late_tile >= 0:
+        finish_d_weights(
+            done, late_tile, ring, partial_ptr, d_weights_ptr, d_weights_ptrs, peer_rank_ptr, peer_token_idx_ptr, HIDDENS, R, NEED_WEIGHTS
+        )  # fmt: skip
+    if late_group >= 0:
+        announce(group_done_ptr + late_group)
+    late_tile = q * 0 - 1
+    late_group = q * 0 - 1
     next_ticket = of_lane_0(taken)
     following = read_task(next_ticket, list_ptr, total_tasks)
     next_kind, next_tile, next_part, next_expert, next_group, next_at, next_depth, next_expected = following
@@ -511,6 +553,8 @@ def product_task(
                 from_plane = part * 0 + shared_saved_up_first
                 from_row = tile * TILE
         load_gate_up(from_desc, from_plane, from_row, part * (2 * TILE), 0, hidden, staging, gate_up_barrier, FORM)
+        weight_rows, _ = spread_rows(a_row, FORM)
+        weight = gl.load(ring_weights_ptr + weight_rows, mask=(weight_rows >= 0) & (kind == HIDDEN), other=1.0)
         slots, source = find_slots(peer_rank_ptr, peer_token_idx_ptr, d_x_ptr, d_x_ptrs, tile * TILE, kind == D_X, H, R, ROWS)
         if OF_SHARED > 0:
             if kind == SHARED_D_X:
@@ -558,21 +602,22 @@ def product_task(
         buffer = reinterpret(b_stages.index((q + steps - 1) & (STAGES - 1)), gl.float32, [TILE, SLICE], SUMS_IN_SHARED)
         finish_hidden(
             total, buffer, staging, gate_up_barrier, from_desc, from_plane, from_row, to_gate_ptr, to_up_ptr, to_h_ptr,
-            ring_weights_ptr, a_row, num_rows, part, width, clip, partial_ptr, ring * TILE, kind == HIDDEN,
+            weight, a_row, num_rows, part, width, clip, partial_ptr, ring * TILE, kind == HIDDEN,
             CLAMP, (OF_SHARED > 0) | (I % (2 * TILE) != 0), NEED_WEIGHTS, FORM,
         )  # fmt: skip
-        order_copy_engine(tile)
         if kind == HIDDEN:
-            thread_barrier()
-            gl.atomic_add(group_ready_ptr + group, 1, sem="release", scope="gpu")
-            done = gl.atomic_add(d_gate_ready_ptr + tile, 1, sem="acq_rel", scope="gpu")
-            if NEED_WEIGHTS:
-                if done == HIDDENS - 1:
-                    push_d_weights(
-                        partial_ptr, ring * TILE, HIDDENS * PARTS_OF_D_W, a_row, d_weights_ptr, d_weights_ptrs,
-                        peer_rank_ptr, peer_token_idx_ptr, tile * TILE, R,
-                    )  # fmt: skip
+            if will_load:
+                late_tile = tile
+            else:
+                order_copy_engine(tile)
+                thread_barrier()
+                done = announce_hidden(d_gate_ready_ptr + tile, group_ready_ptr + group, lanes)
+                finish_d_weights(
+                    done, tile, ring, partial_ptr, d_weights_ptr, d_weights_ptrs, peer_rank_ptr, peer_token_idx_ptr,
+                    HIDDENS, R, NEED_WEIGHTS,
+                )  # fmt: skip
         elif OF_SHARED > 0:
+            order_copy_engine(tile)
             announce(shared_ready_ptr + tile)
             gl.atomic_add(shared_ready_ptr + shared_tiles, 1, sem="release", scope="gpu")
     else:
@@ -582,8 +627,11 @@ def product_task(
         push_to_slots(by_rows(second, staging, ROWS), slots, source, column + TILE, H)
         fence_async_shared()
     if kind <= D_WEIGHT:
-        announce(group_done_ptr + group)
-    return following, next_ticket, will_load.to(gl.int32), steps
+        if will_load:
+            late_group = group
+        else:
+            announce(group_done_ptr + group)
+    return following, next_ticket, will_load.to(gl.int32), steps, (late_tile, late_group)
 
 
 @gluon.jit
@@ -758,6 +806,7 @@ def backward_hopper_kernel(
     q = max_tiles * 0  # steps begun by this program
     loaded = max_tiles * 0  # whether the task's first loads are under way
     ready_group = max_tiles * 0 - 1
+    late = (max_tiles * 0 - 1, max_tiles * 0 - 1)  # what the task before left to be announced
     while task[0] != END:
         kind, tile, part, expert, group, at, depth, expected = task
         taken = gl.atomic_add(signals_ptr + lanes, ones, mask=lanes == 0, sem="relaxed", scope="gpu")
@@ -810,18 +859,18 @@ def backward_hopper_kernel(
                 if S > 0:
                     if kind == SHARED_D_WEIGHT:
                         ready_group = group * 0 + SHARED
-                task, ticket, loaded, steps = product_task(
-                    task, ticket, q, loaded, ready_group, taken, lanes, places, matrices, pointers, numbers, H, I, S, R, CLAMP, RECOMPUTE,
-                    CARRY, NEED_WEIGHTS, ANY_WEIGHT, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, WEIGHT, TRACE,
+                task, ticket, loaded, steps, late = product_task(
+                    task, ticket, q, loaded, late, ready_group, taken, lanes, places, matrices, pointers, numbers, H, I, S, R, CLAMP,
+                    RECOMPUTE, CARRY, NEED_WEIGHTS, ANY_WEIGHT, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, WEIGHT, TRACE,
                 )  # fmt: skip
         elif (depth & 1) == 1:  # half a tile
-            task, ticket, loaded, steps = product_task(
-                task, ticket, q, loaded, ready_group, taken, lanes, places, matrices, pointers, numbers, H, I, S, R, CLAMP, RECOMPUTE,
+            task, ticket, loaded, steps, late = product_task(
+                task, ticket, q, loaded, late, ready_group, taken, lanes, places, matrices, pointers, numbers, H, I, S, R, CLAMP, RECOMPUTE,
                 CARRY, NEED_WEIGHTS, ANY_WEIGHT, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, HALF, TRACE,
             )  # fmt: skip
         else:
-            task, ticket, loaded, steps = product_task(
-                task, ticket, q, loaded, ready_group, taken, lanes, places, matrices, pointers, numbers, H, I, S, R, CLAMP, RECOMPUTE,
+            task, ticket, loaded, steps, late = product_task(
+                task, ticket, q, loaded, late, ready_group, taken, lanes, places, matrices, pointers, numbers, H, I, S, R, CLAMP, RECOMPUTE,
                 CARRY, NEED_WEIGHTS, ANY_WEIGHT, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, WHOLE, TRACE,
             )  # fmt: skip
         q += steps
