@@ -309,22 +309,20 @@ def finish_weight(total, out_desc, row, column, q, staging, b_stages):
 
 
 @gluon.jit
-def load_gate_up(desc, gate_plane, row, column, i, live, staging, barrier, FORM: gl.constexpr):
-    """Begin the loads of the i-th slices of gate and of up: 64 columns of 128 rows, or of the 64 rows of half a tile twice 64 columns."""
+def load_gate_up(desc, gate_plane, row, column, u, live, staging, barriers, FORM: gl.constexpr):
+    """Begin the loads of gate and up of unit u, a half of the u // 2-th tile of `in_slices`: 64 rows of 64 columns."""
     boxes = reinterpret(staging, gl.bfloat16, [4, 1, BOX, SLICE], PAIR_IN_SHARED)
-    OTHER_ROW: gl.constexpr = BOX if FORM == WHOLE else 0
-    OTHER_COLUMN: gl.constexpr = 0 if FORM == WHOLE else TILE
-    mbarrier.expect(barrier, 4 * TILE * SLICE, pred=live)
-    for j in gl.static_range(2):
-        plane = gate_plane ^ j
-        at = column + i * SLICE
-        copy_in(desc, [plane, row, at], barrier, boxes.index(2 * j), pred=live)
-        copy_in(desc, [plane, row + OTHER_ROW, at + OTHER_COLUMN], barrier, boxes.index(2 * j + 1), pred=live)
+    barrier = barriers.index(STAGES + u % 2)
+    at_row = row + (u % 2 * BOX if FORM == WHOLE else 0)
+    at_column = column + (u // 2 * SLICE if FORM == WHOLE else (u // 2 + u % 2 * 2) * SLICE)
+    mbarrier.expect(barrier, 4 * BOX * SLICE, pred=live)
+    copy_in(desc, [gate_plane, at_row, at_column], barrier, boxes.index(u % 2), pred=live)
+    copy_in(desc, [gate_plane ^ 1, at_row, at_column], barrier, boxes.index(2 + u % 2), pred=live)
 
 
 @gluon.jit
 def in_slices(total, FORM: gl.constexpr):
-    """Sums as tiles [128, 64] as `load_gate_up` has them: slices of a tile; or, of half a tile, the first and third, second and fourth."""
+    """Sums as tiles [128, 64]: slices of a tile; or, of half a tile, the first above the third and the second above the fourth."""
     if FORM == WHOLE:
         return slices(total, TILE, 2 * TILE, SLICE)
     else:
@@ -334,59 +332,57 @@ def in_slices(total, FORM: gl.constexpr):
 
 
 @gluon.jit
-def store_slice(ptr, value, rows, columns, num_rows, width, CLIP: gl.constexpr):
-    """`gradients.store_slice`, with layouts; columns: of every row the first one."""
-    lanes = gl.arange(0, SLICE, gl.SliceLayout(0, SPREAD))
+def store_slice(ptr, value, rows, column, num_rows, width, CLIP: gl.constexpr):
+    """`gradients.store_slice`, with layouts."""
+    columns = column + gl.arange(0, SLICE, gl.SliceLayout(0, SPREAD))
     if CLIP:
-        width = gl.multiple_of(width + num_rows * 0, 16)
-        to = ptr + (rows.to(gl.int64) * width + columns)[:, None] + lanes[None, :]
-        inside = (rows < num_rows)[:, None] & ((columns[:, None] + lanes[None, :]) < width)
-        gl.store(to, value, mask=inside)
+        width = gl.multiple_of(width + column * 0, 16)
+        to = ptr + (rows.to(gl.int64) * width)[:, None] + columns[None, :]
+        gl.store(to, value, mask=(rows < num_rows)[:, None] & (columns < width)[None, :])
     else:
-        gl.store(ptr + (rows.to(gl.int64) * width + columns)[:, None] + lanes[None, :], value)
+        gl.store(ptr + (rows.to(gl.int64) * width)[:, None] + columns[None, :], value)
 
 
 @gluon.jit
-def spread_rows(row, FORM: gl.constexpr):
-    """The rows of a tile of `in_slices`, and how many slices further right they lie."""
-    m = gl.arange(0, TILE, gl.SliceLayout(1, SPREAD))
-    if FORM == HALF:
-        return row + m % BOX, m // BOX * 2
-    else:
-        return row + m, m * 0
+def rows_of_unit(row, u: gl.constexpr, FORM: gl.constexpr):
+    return row + (u % 2 * BOX if FORM == WHOLE else 0) + gl.arange(0, BOX, gl.SliceLayout(1, SPREAD))
 
 
 @gluon.jit
 def finish_hidden(
-    total, buffer, staging, barrier, gate_up_desc, gate_plane, from_row, to_gate_ptr, to_up_ptr, to_h_ptr, weight, place, num_rows,
+    total, buffer, staging, barriers, gate_up_desc, gate_plane, from_row, to_gate_ptr, to_up_ptr, to_h_ptr, weights, place, num_rows,
     part, width, limit, partial_ptr, partial_stride, keep,
     CLAMP: gl.constexpr, CLIP: gl.constexpr, D_WEIGHTS: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
-    """`gradients.hidden_slices` of sums and of gate and up, whose first slices are under way to staging."""
-    COUNT: gl.constexpr = 4 if FORM == WHOLE else 2
-    rows, right = spread_rows(place, FORM)
+    """`gradients.hidden_slices`, in halves of tiles of `in_slices`. Gate and up of the first two are under way to staging; those of a
+    later one begin when the one two before it was read."""
+    UNITS: gl.constexpr = 8 if FORM == WHOLE else 4
     column = part * (2 * TILE)
     narrow = in_slices(total, FORM)
-    places = reinterpret(staging, gl.bfloat16, [2, TILE, SLICE], ROWS_IN_SHARED)
+    gates_and_ups = reinterpret(staging, gl.bfloat16, [4, BOX, SLICE], ROWS_IN_SHARED)
     thread_barrier()  # every warp has waited for the last product
-    for i in gl.static_range(COUNT):
-        buffer.store(narrow[i])
-        thread_barrier()
-        d_hidden = buffer.load(SPREAD)
-        mbarrier.wait(barrier, i & 1)
-        gate = places.index(0).load(SPREAD)
-        up = places.index(1).load(SPREAD)
+    for u in gl.static_range(UNITS):
+        if u % 2 == 0:
+            buffer.store(narrow[u // 2])
+            thread_barrier()
+        d_hidden = buffer.slice(u % 2 * BOX, BOX).load(SPREAD)
+        mbarrier.wait(barriers.index(STAGES + u % 2), u // 2 % 2)
+        gate = gates_and_ups.index(u % 2).load(SPREAD)
+        up = gates_and_ups.index(2 + u % 2).load(SPREAD)
         fence_async_shared()
         thread_barrier()
-        if i + 1 < COUNT:
-            load_gate_up(gate_up_desc, gate_plane, from_row, column, i + 1, True, staging, barrier, FORM)
-        d_gate, d_up, weighted_h, d_weight = hidden_gradient(d_hidden, gate, up, weight, limit, CLAMP, True)
-        columns = column + (right + i) * SLICE
-        store_slice(to_h_ptr, weighted_h, rows, columns, num_rows, width, CLIP)
-        store_slice(to_up_ptr, d_up, rows, columns, num_rows, width, CLIP)
-        store_slice(to_gate_ptr, d_gate, rows, columns, num_rows, width, CLIP)
+        if u + 2 < UNITS:
+            load_gate_up(gate_up_desc, gate_plane, from_row, column, u + 2, True, staging, barriers, FORM)
+        d_gate, d_up, weighted_h, d_weight = hidden_gradient(d_hidden, gate, up, weights[u % 2], limit, CLAMP, True)
+        slice_of_part = u // 2 if FORM == WHOLE else u // 2 + u % 2 * 2
+        at = column + slice_of_part * SLICE
+        rows = rows_of_unit(place, u, FORM)
+        store_slice(to_h_ptr, weighted_h, rows, at, num_rows, width, CLIP)
+        store_slice(to_up_ptr, d_up, rows, at, num_rows, width, CLIP)
+        store_slice(to_gate_ptr, d_gate, rows, at, num_rows, width, CLIP)
         if D_WEIGHTS:
-            gl.store(partial_ptr + (part * PARTS_OF_D_W + i + right) * partial_stride + rows, d_weight, mask=(rows >= 0) & keep)
+            to = partial_ptr + (part * PARTS_OF_D_W + slice_of_part) * partial_stride + rows
+            gl.store(to, d_weight, mask=(rows >= 0) & keep)
 
 
 @gluon.jit
@@ -467,7 +463,7 @@ def product_task(
     in this task's first steps, which waits for nothing: only a task that has been loaded for gets any.
     """
     kind, tile, part, expert, group, at, depth, _ = task
-    a_stages, b_stages, staging, barriers, gate_up_barrier = places
+    a_stages, b_stages, staging, barriers = places
     descs, shared_descs, out_descs, shared_out_descs, saved_desc, shared_saved_desc = matrices
     (
         list_ptr, expert_tile_ptr, ring_d_gate_ptr, ring_d_up_ptr, ring_h_ptr, ring_weights_ptr, partial_ptr,
@@ -552,9 +548,11 @@ def product_task(
                 from_desc = shared_saved_desc
                 from_plane = part * 0 + shared_saved_up_first
                 from_row = tile * TILE
-        load_gate_up(from_desc, from_plane, from_row, part * (2 * TILE), 0, hidden, staging, gate_up_barrier, FORM)
-        weight_rows, _ = spread_rows(a_row, FORM)
-        weight = gl.load(ring_weights_ptr + weight_rows, mask=(weight_rows >= 0) & (kind == HIDDEN), other=1.0)
+        weights = ()
+        for u in gl.static_range(2):
+            load_gate_up(from_desc, from_plane, from_row, part * (2 * TILE), u, hidden, staging, barriers, FORM)
+            rows = rows_of_unit(a_row, u, FORM)
+            weights = weights + (gl.load(ring_weights_ptr + rows, mask=(rows >= 0) & (kind == HIDDEN), other=1.0),)
         slots, source = find_slots(peer_rank_ptr, peer_token_idx_ptr, d_x_ptr, d_x_ptrs, tile * TILE, kind == D_X, H, R, ROWS)
         if OF_SHARED > 0:
             if kind == SHARED_D_X:
@@ -601,8 +599,8 @@ def product_task(
                 clip = shared_limit
         buffer = reinterpret(b_stages.index((q + steps - 1) & (STAGES - 1)), gl.float32, [TILE, SLICE], SUMS_IN_SHARED)
         finish_hidden(
-            total, buffer, staging, gate_up_barrier, from_desc, from_plane, from_row, to_gate_ptr, to_up_ptr, to_h_ptr,
-            weight, a_row, num_rows, part, width, clip, partial_ptr, ring * TILE, kind == HIDDEN,
+            total, buffer, staging, barriers, from_desc, from_plane, from_row, to_gate_ptr, to_up_ptr, to_h_ptr,
+            weights, a_row, num_rows, part, width, clip, partial_ptr, ring * TILE, kind == HIDDEN,
             CLAMP, (OF_SHARED > 0) | (I % (2 * TILE) != 0), NEED_WEIGHTS, FORM,
         )  # fmt: skip
         if kind == HIDDEN:
@@ -652,7 +650,7 @@ def gate_up_task(
 ):  # fmt: skip
     """Gate and up of a slice again, into the places of d_gate and d_up -> the next task, its ticket, steps. Nothing runs ahead."""
     _, tile, part, expert, group, _, _, _ = task
-    a_stages, b_stages, staging, barriers, _ = places
+    a_stages, b_stages, staging, barriers = places
     STEPS: gl.constexpr = (H + STEP - 1) // STEP
     place = (tile % ring) * TILE
     b_row = expert * I + part * TILE
@@ -695,7 +693,7 @@ def cut_task(
     """A tile of a weight's gradient whose sum begins with what is carried, or ends unfinished -> the next task, its ticket,
     steps. Nothing runs ahead."""
     kind, tile, part, expert, group, at, depth, _ = task
-    a_stages, b_stages, staging, barriers, _ = places
+    a_stages, b_stages, staging, barriers = places
     none: gl.constexpr = None
     own = operands(kind, tile, part, expert, at, depth, ring, 0, 0, descs, none, H, I, 0, True)
     to_row = own[5]
@@ -779,10 +777,9 @@ def backward_hopper_kernel(
     a_stages = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2, BOX, STEP], PAIR_IN_SHARED)
     b_stages = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, STEP, 2 * TILE], PAIR_IN_SHARED)
     staging = gl.allocate_shared_memory(gl.bfloat16, [TILE, TILE], ROWS_IN_SHARED)
-    barriers = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES + 1):
+    barriers = gl.allocate_shared_memory(gl.int64, [STAGES + 2, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES + 2):
         mbarrier.init(barriers.index(stage), count=1)
-    gate_up_barrier = barriers.index(STAGES)
     fence_async_shared()
     thread_barrier()
     lanes = gl.arange(0, THREADS, LANES)
@@ -792,7 +789,7 @@ def backward_hopper_kernel(
     task = read_task(ticket, list_ptr, total_tasks)
     if TRACE:
         note_begin(trace_ptr)
-    places = (a_stages, b_stages, staging, barriers, gate_up_barrier)
+    places = (a_stages, b_stages, staging, barriers)
     matrices = (descs, shared_descs, out_descs, shared_out_descs, half_saved_desc, half_shared_saved_desc)
     pointers = (
         list_ptr, expert_tile_ptr, ring_d_gate_ptr, ring_d_up_ptr, ring_h_ptr, ring_weights_ptr, partial_ptr,
