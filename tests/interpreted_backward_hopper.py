@@ -101,13 +101,13 @@ def case_small_ring():
     problem.ids_TK[:300] = 1
     problem.weights_TK = torch.randn(problem.ids_TK.shape)
     same_bits(problem, 1, replace(PLAN, ring_tiles=4))
-    same_bits(few_rows(Problem(4, 300, 384, 384, 4, 1)), 2, replace(PLAN, ring_tiles=3))
+    same_bits(few_rows(Problem(4, 300, 384, 384, 4, 1)), 2, replace(PLAN, ring_tiles=3), kinds=())
 
 
 def case_gate_and_up_again():
     """Of no tile, or of some, gate and up are saved."""
     for tiles in (0, 2):
-        same_bits(Problem(5, 200, 384, 512, 3, 1), 1 + tiles // 2, PLAN, saved_tiles=tiles, clamp=0.5)
+        same_bits(Problem(5, 200, 384, 512, 3, 1), 1 + tiles // 2, PLAN, saved_tiles=tiles, clamp=0.5, kinds=())
 
 
 def case_shared():

@@ -369,7 +369,8 @@ def finish_hidden(
         mbarrier.wait(barriers.index(STAGES + u % 2), u // 2 % 2)
         gate = gates_and_ups.index(u % 2).load(SPREAD)
         up = gates_and_ups.index(2 + u % 2).load(SPREAD)
-        fence_async_shared()
+        if u + 1 == UNITS:
+            fence_async_shared()  # the next loads go where sums lay
         thread_barrier()
         if u + 2 < UNITS:
             load_gate_up(gate_up_desc, gate_plane, from_row, column, u + 2, True, staging, barriers, FORM)
