@@ -25,7 +25,7 @@ from interpret_gluon import interpreted, plain
 from mok.kernels import backward_hopper, forward_hopper, launch_backward
 from mok.kernels.groups import D_WEIGHT, D_X, HIDDEN, SHARED_D_WEIGHT, SHARED_D_X, SHARED_HIDDEN
 from mok.kernels.launch import Saved
-from mok.kernels.launch_backward import BackwardPlan
+from mok.kernels.launch_backward import BackwardPlan, Needs
 
 TOLD = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - the programs are processes
 KINDS = tuple(kind.value for kind in (HIDDEN, D_X, D_WEIGHT))
@@ -114,6 +114,18 @@ def case_shared():
     problem = Problem(6, 150, 384, 384, 2, 1, shared_width=512)
     same_bits(problem, 1, replace(PLAN, num_sms=3), kinds=SHARED_KINDS)
     same_bits(problem, 2, replace(PLAN, num_sms=1, ring_tiles=2), 1, 0.5, SHARED_KINDS)
+
+
+def case_needs():
+    """What nobody asks for is not computed; nothing else changes."""
+    problem = Problem(8, 150, 384, 384, 2, 1, shared_width=384)
+    d_y, saved = make_d_y(problem), make_saved(problem, 1, 64)
+    whole = dict(run(problem, d_y, 1, replace(PLAN, prefetch=False), saved=saved).items())
+    for needs in (Needs(x=False), Needs(weights=False), Needs(experts=False, shared=False), Needs(False, True, False, False)):
+        got = dict(run_hopper(problem, d_y, 1, PLAN, saved=saved, needs=needs).items())
+        assert all(torch.equal(value, whole[name]) for name, value in got.items()), needs
+        count = sum((needs.x, needs.weights, 3 * needs.experts, 3 * needs.shared))
+        assert len(got) == count, (needs, list(got))
 
 
 def case_faults():

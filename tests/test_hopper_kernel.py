@@ -1,4 +1,5 @@
-"""The forward for Hopper under an interpreter, in a process of its own; the cases are in interpreted_hopper.py."""
+"""The forward and the backward for Hopper under an interpreter, every case in a process of its own; they are in interpreted_hopper.py and
+interpreted_backward_hopper.py."""
 
 from __future__ import annotations
 
@@ -13,13 +14,17 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon")
 
-SCRIPT = Path(__file__).with_name("interpreted_hopper.py")
-CASES = re.findall(r"^def case_(\w+)\(", SCRIPT.read_text(), re.MULTILINE)
+SCRIPTS = [Path(__file__).with_name(name) for name in ("interpreted_hopper.py", "interpreted_backward_hopper.py")]
+CASES = [(script, case) for script in SCRIPTS for case in re.findall(r"^def case_(\w+)\(", script.read_text(), re.MULTILINE)]
+THOROUGH = ("fp8_bits", "needs")
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.thorough] * case.startswith("fp8")) for case in CASES])
-def test_case(case):
+@pytest.mark.parametrize(
+    ("script", "case"),
+    [pytest.param(script, case, marks=[pytest.mark.thorough] * (case in THOROUGH), id=f"{script.stem} {case}") for script, case in CASES],
+)
+def test_case(script, case):
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run([sys.executable, str(SCRIPT), case], capture_output=True, text=True, timeout=600, env=environment)
+    result = subprocess.run([sys.executable, str(script), case], capture_output=True, text=True, timeout=600, env=environment)
     assert result.returncode == 0, result.stderr[-4000:]
     assert not json.loads(result.stdout.splitlines()[-1])[case], result.stderr[-4000:]
