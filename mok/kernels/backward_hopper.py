@@ -442,9 +442,14 @@ def pull_task(
     else:
         of = peer_address(weights_ptrs, gl.maximum(source, 0), gl.float32) + slot
     gl.store(ring_weights_ptr + ring_row + lanes, gl.load(of, mask=source >= 0, other=0.0))
-    pull_rows(d_y_ptr, d_y_ptrs, ring_d_y_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row, H, K, R, ROWS, BLOCK_H)
-    if NEED_EXPERTS | (tile >= saved_tiles):
-        pull_rows(x_ptr, x_ptrs, ring_x_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row, H, K, R, ROWS, BLOCK_H)
+    d_y = (d_y_ptr, d_y_ptrs, ring_d_y_ptr)
+    x = (x_ptr, x_ptrs, ring_x_ptr)
+    if NEED_EXPERTS:
+        pull_rows((d_y, x), peer_rank_ptr, peer_token_idx_ptr, row, ring_row, 2, H, K, R, ROWS, BLOCK_H)
+    else:
+        pull_rows((d_y,), peer_rank_ptr, peer_token_idx_ptr, row, ring_row, 1, H, K, R, ROWS, BLOCK_H)
+        if tile >= saved_tiles:
+            pull_rows((x,), peer_rank_ptr, peer_token_idx_ptr, row, ring_row, 1, H, K, R, ROWS, BLOCK_H)
     order_copy_engine(tile)
     announce(x_ready_ptr + tile)
 

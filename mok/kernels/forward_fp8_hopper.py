@@ -345,7 +345,9 @@ def forward_fp8_hopper_kernel(
                 ROWS: gl.constexpr = TILE // PARTS
                 row = tile * TILE + part * ROWS
                 ring_row = (tile % ring) * TILE + part * ROWS
-                pull_rows(x_ptr, x_ptrs, ring_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row, H // 2, K, R, ROWS, BLOCK_H)
+                pull_rows(
+                    ((x_ptr, x_ptrs, ring_ptr),), peer_rank_ptr, peer_token_idx_ptr, row, ring_row, 1, H // 2, K, R, ROWS, BLOCK_H
+                )
                 pull_scales(
                     x_scale_ptr, x_scale_ptrs, ring_x_scale_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row,
                     (H + TILE - 1) // TILE, K, R, ROWS,
