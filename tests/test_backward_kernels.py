@@ -2,48 +2,34 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from scripts import cases_of, run_script, selected, thorough_but
 
 pytest.importorskip("triton")
 
-HERE = Path(__file__).parent
-CASES = re.findall(r"^def case_(\w+)\(", (HERE / "interpreted_backward.py").read_text(), re.MULTILINE)
 JOBS = (
     "plain 90", "runs 90", "odd sizes added 90", "everything 90", "everything 100", "everything 103",
     "mxfp8 90", "mxfp8 everything 90", "mxfp8 odd sizes added 90",
 )  # fmt: skip
-
-
-def run_script(name: str, *arguments: str, interpret: bool) -> dict:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | ({"TRITON_INTERPRET": "1"} if interpret else {})
-    result = subprocess.run([sys.executable, str(HERE / name), *arguments], capture_output=True, text=True, timeout=900, env=environment)
-    assert result.returncode == 0, result.stderr[-4000:]
-    return json.loads(result.stdout.splitlines()[-1])
+FIRST_JOBS = ("plain 90", "everything 90", "everything 100", "everything 103", "mxfp8 90")
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, str]:
-    return run_script("interpreted_backward.py", interpret=True)
+def results(request) -> dict[str, str]:
+    return run_script("interpreted_backward.py", selected(request, "case"), interpret=True)
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, list[dict]]:
-    return run_script("compile_backward.py", interpret=False)
+def compiled(request) -> dict[str, list[dict]]:
+    return run_script("compile_backward.py", selected(request, "job"))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases_of("interpreted_backward.py"))
 def test_case(results, case):
     assert not results[case], results[case]
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", thorough_but(FIRST_JOBS, JOBS))
 def test_compiles_for_the_chip(compiled, job):
     backward, *others = compiled[job]
     assert backward["tensor_core"] > 0, "no wgmma or tcgen05"

@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).with_name("interpreted_hopper.py")
 CASES = re.findall(r"^def case_(\w+)\(", SCRIPT.read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.thorough] * case.startswith("fp8")) for case in CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_case(case):
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     result = subprocess.run([sys.executable, str(SCRIPT), case], capture_output=True, text=True, timeout=600, env=environment)
