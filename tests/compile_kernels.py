@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -21,7 +23,6 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from mok.kernels.combine import combine_kernel
 from mok.kernels.forward import forward_kernel
 from mok.kernels.forward_fp8 import forward_fp8_kernel
-from mok.kernels.forward_fp8_hopper import forward_fp8_hopper_kernel
 from mok.kernels.forward_hopper import forward_hopper_kernel
 from mok.kernels.forward_mxfp8 import forward_mxfp8_kernel
 from mok.kernels.launch import ForwardPlan
@@ -121,14 +122,14 @@ def local_accesses_among_products(sass: str) -> int:
 def compile_one(kernel, arch: int, constants: dict[str, object], num_warps: int = 4, num_stages: int = 3) -> dict[str, object]:
     tile = {}
     if kernel.is_gluon():  # no arguments of these, but fixed
-        tile = dict(BLOCK_M=PLAN.block_m, **({FP8: 128} if "fp8" in kernel.__name__ else {"BLOCK_N": PLAN.block_n}))
+        tile = dict(BLOCK_M=PLAN.block_m, BLOCK_N=PLAN.block_n)
     signature = {name: argument_type(name, {**tile, **constants}) for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.endswith(("_ptr", "_ptrs"))}
     if kernel.is_gluon():
         for name in signature:
             if name.endswith("_desc"):
-                rank, bits = signature[name].count(",") + 1, 8 if "fp8" in signature[name] else 16
-                layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=rank)
+                rank = signature[name].count(",") + 1
+                layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
                 signature[name] = f"{signature[name][:-1]},{layout!r}>"
     form = GluonASTSource if kernel.is_gluon() else ASTSource
     source = form(kernel, signature, constexprs=constants, attrs=aligned)
@@ -173,11 +174,6 @@ def forward_hopper(hidden=7168, width=2048, shared=0, ranks=1, save=False) -> li
     return [compile_one(forward_hopper_kernel, 90, constants, PLAN.num_warps)]
 
 
-def forward_fp8_hopper(hidden=7168, width=2048, ranks=1, save=False) -> list[dict[str, object]]:
-    constants = dict(H=hidden, I=width, K=8, R=ranks, CLAMP=save, SAVE=save, PARTS=PLAN.parts, BLOCK_H=PLAN.block_h, TRACE=False)
-    return [compile_one(forward_fp8_hopper_kernel, 90, constants, PLAN.num_warps)]
-
-
 def forward_fp8(arch: int, hidden=7168, width=2048, ranks=1, save=False) -> list[dict[str, object]]:
     constants = dict(
         H=hidden, I=width, K=8, R=ranks, CLAMP=save, SAVE=save, PARTS=PLAN.parts, BLOCK_M=PLAN.block_m, BLOCK=128, BLOCK_H=PLAN.block_h,
@@ -203,35 +199,39 @@ def schedule(arch: int) -> list[dict[str, object]]:
     ]
 
 
+def one(case: str) -> list[dict[str, object]]:
+    """What a case's kernels became; but those for Hopper alone, a case ends with the compute capability."""
+    if case.startswith("forward hopper"):
+        return forward_hopper(**HOPPER_SIZES[case.removeprefix("forward hopper").strip()])
+    name, _, arch = case.rpartition(" ")
+    size = next((size for size in SIZES if name.endswith(f" {size}")), "")
+    of = name.removesuffix(size).strip()
+    if of in SMALL:
+        return SMALL[of](int(arch))
+    return FORWARDS[of](int(arch), **SIZES[size])
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "": {}, "shared saved two ranks": dict(shared=2048, ranks=2, save=True), "saved two ranks": dict(ranks=2, save=True),
+    "odd sizes": dict(hidden=2880, width=1424),
+}  # fmt: skip
+HOPPER_SIZES: dict[str, dict[str, Any]] = {
+    **SIZES, "shared": dict(shared=2048), "saved two ranks": dict(hidden=4096, width=14336, ranks=2, save=True),
+    "odd sizes": dict(hidden=2880, width=1408),
+}  # fmt: skip
+FORWARDS = {"forward": forward, "forward mxfp8": functools.partial(forward, mxfp8=True), "fp8": forward_fp8, "mxfp8": forward_mxfp8}
+TASKS = dict(TILES=16, PARTS=4, UPS=16, DOWNS=28, SHARED_UPS=16, BLOCK_M=128, HALF_TILES=True, BLOCK=256)
+COMBINE = dict(H=7168, K=8, E=128, HAS_SHARED=True, HAS_SCALE=True, BLOCK_H=1024)
+SMALL = {
+    "schedule": schedule, "tasks": lambda arch: [compile_one(tasks_kernel, arch, TASKS)],
+    "combine": lambda arch: [compile_one(combine_kernel, arch, COMBINE)],
+    "barrier": lambda arch: [compile_one(barrier_kernel, arch, dict(R=8, LANES=8), 1)],
+}  # fmt: skip
+
+
 def main() -> None:
-    facts = {}
-    for arch in (90, 100, 103):
-        facts[f"forward {arch}"] = forward(arch)
-        facts[f"forward shared saved two ranks {arch}"] = forward(arch, shared=2048, ranks=2, save=True)
-        facts[f"forward odd sizes {arch}"] = forward(arch, 2880, 1408)
-        facts[f"forward mxfp8 {arch}"] = forward(arch, mxfp8=True)
-        facts[f"forward mxfp8 shared saved two ranks {arch}"] = forward(arch, shared=2048, ranks=2, save=True, mxfp8=True)
-        facts[f"forward mxfp8 odd sizes {arch}"] = forward(arch, 2880, 1424, mxfp8=True)
-        facts[f"mxfp8 {arch}"] = forward_mxfp8(arch)
-        facts[f"mxfp8 saved two ranks {arch}"] = forward_mxfp8(arch, ranks=2, save=True)
-        facts[f"mxfp8 odd sizes {arch}"] = forward_mxfp8(arch, 2880, 1424)
-        facts[f"fp8 {arch}"] = forward_fp8(arch)
-        facts[f"fp8 saved two ranks {arch}"] = forward_fp8(arch, ranks=2, save=True)
-        facts[f"fp8 odd sizes {arch}"] = forward_fp8(arch, 2880, 1424)
-        facts[f"schedule {arch}"] = schedule(arch)
-        constants = dict(TILES=16, PARTS=4, UPS=16, DOWNS=28, SHARED_UPS=16, BLOCK_M=128, HALF_TILES=True, BLOCK=256)
-        facts[f"tasks {arch}"] = [compile_one(tasks_kernel, arch, constants)]
-        constants = dict(H=7168, K=8, E=128, HAS_SHARED=True, HAS_SCALE=True, BLOCK_H=1024)
-        facts[f"combine {arch}"] = [compile_one(combine_kernel, arch, constants)]
-        facts[f"barrier {arch}"] = [compile_one(barrier_kernel, arch, dict(R=8, LANES=8), 1)]
-    facts["forward hopper"] = forward_hopper()
-    facts["forward hopper saved two ranks"] = forward_hopper(4096, 14336, ranks=2, save=True)
-    facts["forward hopper shared"] = forward_hopper(shared=2048)
-    facts["forward hopper shared saved two ranks"] = forward_hopper(shared=2048, ranks=2, save=True)
-    facts["forward hopper odd sizes"] = forward_hopper(2880, 1408)
-    facts["fp8 hopper"] = forward_fp8_hopper()
-    facts["fp8 hopper saved two ranks"] = forward_fp8_hopper(2880, 1424, ranks=2, save=True)
-    print(json.dumps(facts))
+    """Compile the cases of the command line."""
+    print(json.dumps({case: one(case) for case in sys.argv[1:]}))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import compile_kernels
 import triton
 
 JOBS = (
-    ("forward", 90), ("forward", 100), ("forward", 103), ("forward hopper", 90), ("fp8 hopper", 90),
+    ("forward", 90), ("forward", 100), ("forward", 103), ("forward hopper", 90),
     ("backward everything", 90), ("backward everything", 100), ("backward hopper", 90), ("backward hopper everything", 90),
 )  # fmt: skip
 
@@ -25,8 +25,6 @@ def one(case: str, arch: int) -> tuple[str, dict[str, object]]:
         return f"{case} {arch}", compile_backward.one(case.removeprefix("backward "), arch)[1][0]
     if case == "forward hopper":
         return f"{case} {arch}", compile_kernels.forward_hopper(shared=2048, ranks=2, save=True)[0]
-    if case == "fp8 hopper":
-        return f"{case} {arch}", compile_kernels.forward_fp8_hopper(ranks=2, save=True)[0]
     return f"{case} {arch}", compile_kernels.forward(arch, ranks=2, save=True)[0]
 
 

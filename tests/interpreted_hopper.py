@@ -13,14 +13,13 @@ from unittest import mock
 
 # isort: off
 from interpreted_cases import Problem, run_layer  # before triton: sets TRITON_INTERPRET
-import interpreted_fp8
 
 # isort: on
 import torch
 from interpret import run_cases
 from interpret_gluon import interpreted, plain
 
-from mok.kernels import forward_fp8_hopper, forward_hopper
+from mok.kernels import forward_hopper
 from mok.kernels.launch import ForwardPlan
 from mok.kernels.tasks import SHARED_DOWN, SHARED_UP, UP
 
@@ -29,12 +28,11 @@ TOLD = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - the programs are pr
 
 def note(name: str, arguments: tuple, result: tuple) -> None:
     """Of every task that multiplies: its kind, whether it had been loaded for, and whether it loaded for the next one."""
-    if name.startswith("expert_task"):
+    if name == "expert_task":
         os.write(TOLD.fileno(), bytes([plain(arguments[0]), plain(arguments[5]), plain(result[1])]))
 
 
-KERNELS = interpreted(forward_hopper, forward_fp8_hopper, note=note)
-KERNEL = KERNELS["forward_hopper_kernel"]
+KERNEL = interpreted(forward_hopper, note=note)["forward_hopper_kernel"]
 
 
 def told() -> collections.Counter:
@@ -88,22 +86,6 @@ def same_bits(problem: Problem, ranks: int, programs: int, saved_rows: int | Non
     if problem.shared:
         assert any(kind == SHARED_UP.value and loaded for kind, loaded, _ in tasks), tasks
         assert any(kind == SHARED_DOWN.value and loaded for kind, loaded, _ in tasks), tasks
-
-
-def case_fp8_bits():
-    """The bits of the ordinary kernel in FP8, likewise."""
-    problem = Problem(5, 70, 656, 656, 2, 1)
-    plan = ForwardPlan(num_sms=2, minibatch_tiles=2, ring_tiles=4)
-    options = dict(plan=plan, saved_rows=60, clamp=1.0, deadline_s=300.0)
-    want, _, kept = interpreted_fp8.run_layer(problem, 2, **options)
-    told()
-    got, _, kept_too = interpreted_fp8.run_layer(problem, 2, **options, kernel=KERNELS["forward_fp8_hopper_kernel"], max_delay_s=0.01)
-    assert torch.equal(got, want), (got != want).nonzero()[0].tolist()
-    for one, other in zip(kept_too, kept, strict=True):
-        assert torch.equal(one.gate_CI.view(torch.int16), other.gate_CI.view(torch.int16))
-        assert torch.equal(one.up_CI.view(torch.int16), other.up_CI.view(torch.int16))
-    tasks = told()
-    assert 0 < sum(count for (_, loaded, _), count in tasks.items() if loaded) < tasks.total(), tasks
 
 
 def case_faults():

@@ -3,50 +3,35 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
+from scripts import cases_of, run_script, selected, thorough_but
 
 pytest.importorskip("triton")
 
-from test_backward_kernels import HERE, run_script
-
-CASES = re.findall(r"^def case_(\w+)\(", (HERE / "interpreted_backward_fp8.py").read_text(), re.MULTILINE)
 FIRST = ("near_the_executor", "ranks_and_ring", "quantized_weight_gradients", "special_values")
-OTHERS = tuple(case for case in CASES if case not in FIRST)
 JOBS = (
     "plain 90", "runs 90", "quantized weight gradients 90", "frozen 90", "everything 90", "odd sizes added 90", "everything 100",
     "everything 103",
 )  # fmt: skip
+FIRST_JOBS = ("plain 90", "everything 90", "everything 100", "everything 103")
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, str]:
-    return run_script("interpreted_backward_fp8.py", *FIRST, interpret=True)
+def results(request) -> dict[str, str]:
+    return run_script("interpreted_backward_fp8.py", selected(request, "case"), interpret=True)
 
 
 @pytest.fixture(scope="module")
-def other_results() -> dict[str, str]:
-    return run_script("interpreted_backward_fp8.py", *OTHERS, interpret=True)
+def compiled(request) -> dict[str, dict]:
+    return run_script("compile_backward_fp8.py", selected(request, "job"))
 
 
-@pytest.fixture(scope="module")
-def compiled() -> dict[str, dict]:
-    return run_script("compile_backward_fp8.py", interpret=False)
-
-
-@pytest.mark.parametrize("case", FIRST)
+@pytest.mark.parametrize("case", thorough_but(FIRST, cases_of("interpreted_backward_fp8.py")))
 def test_case(results, case):
     assert not results[case], results[case]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("case", OTHERS)
-def test_other_case(other_results, case):
-    assert not other_results[case], other_results[case]
-
-
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", thorough_but(FIRST_JOBS, JOBS))
 def test_compiles_for_the_chip(compiled, job):
     facts = compiled[job]
     # Whole and half tiles have a loop each of two products of 128 x 128 x 128, four instructions long; weights' gradients are bf16.

@@ -2,53 +2,39 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from scripts import cases_of, run_script, selected, thorough_but
 
 pytest.importorskip("triton")
 
-HERE = Path(__file__).parent
-CASES = re.findall(r"^def case_(\w+)\(", (HERE / "interpreted_backward.py").read_text(), re.MULTILINE)
 JOBS = (
     "plain 90", "runs 90", "odd sizes added 90", "everything 90", "everything 100", "everything 103",
     "mxfp8 90", "mxfp8 everything 90", "mxfp8 odd sizes added 90",
 )  # fmt: skip
-
+FIRST_JOBS = ("plain 90", "everything 90", "everything 100", "everything 103", "mxfp8 90")
 HOPPER_JOBS = {  # bytes of stack: arguments and addresses that wait there, with a clamp and shared experts some values of a slice
     "hopper 90": 128, "hopper cut 90": 128, "hopper two ranks 90": 128, "hopper clamp 90": 128, "hopper shared 90": 256,
     "hopper everything 90": 384,
 }  # fmt: skip
-
-
-def run_script(name: str, *arguments: str, interpret: bool) -> dict:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | ({"TRITON_INTERPRET": "1"} if interpret else {})
-    result = subprocess.run([sys.executable, str(HERE / name), *arguments], capture_output=True, text=True, timeout=900, env=environment)
-    assert result.returncode == 0, result.stderr[-4000:]
-    return json.loads(result.stdout.splitlines()[-1])
+FIRST_HOPPER_JOBS = ("hopper 90", "hopper cut 90", "hopper everything 90")
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, str]:
-    return run_script("interpreted_backward.py", interpret=True)
+def results(request) -> dict[str, str]:
+    return run_script("interpreted_backward.py", selected(request, "case"), interpret=True)
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, list[dict]]:
-    return run_script("compile_backward.py", interpret=False)
+def compiled(request) -> dict[str, list[dict]]:
+    return run_script("compile_backward.py", selected(request, "job"))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases_of("interpreted_backward.py"))
 def test_case(results, case):
     assert not results[case], results[case]
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", thorough_but(FIRST_JOBS, JOBS))
 def test_compiles_for_the_chip(compiled, job):
     backward, *others = compiled[job]
     assert backward["tensor_core"] > 0, "no wgmma or tcgen05"
@@ -66,7 +52,7 @@ def test_compiles_for_the_chip(compiled, job):
     assert backward["stack"] <= {"plain 90": 128, "runs 90": 224, "mxfp8 90": 128}.get(job, 1152), backward
 
 
-@pytest.mark.parametrize("job", HOPPER_JOBS)
+@pytest.mark.parametrize("job", thorough_but(FIRST_HOPPER_JOBS, HOPPER_JOBS))
 def test_hopper_ring_of_loads(compiled, job):
     """Five places begin steps (a first one, three stretches of a task, the next task's loads) for whole and half tiles and for weights'
     gradients, and one each for sums that are carried and for gate and up again. Only a task's last product is waited for in full."""

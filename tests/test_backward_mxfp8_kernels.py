@@ -3,47 +3,32 @@ scales, compiled (compile_backward_mxfp8.py; compile_backward.py has the other f
 
 from __future__ import annotations
 
-import re
-
 import pytest
+from scripts import cases_of, run_script, selected, thorough_but
 
 pytest.importorskip("triton")
 
-from test_backward_kernels import HERE, run_script
-
-CASES = re.findall(r"^def case_(\w+)\(", (HERE / "interpreted_backward_mxfp8.py").read_text(), re.MULTILINE)
 FIRST = ("near_the_executor", "every_block_is_scaled")
-OTHERS = tuple(case for case in CASES if case not in FIRST)
 JOBS = ("plain 100", "frozen 100", "everything 100", "odd sizes added 103")
+FIRST_JOBS = ("plain 100", "odd sizes added 103")
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, str]:
-    return run_script("interpreted_backward_mxfp8.py", *FIRST, interpret=True)
+def results(request) -> dict[str, str]:
+    return run_script("interpreted_backward_mxfp8.py", selected(request, "case"), interpret=True)
 
 
 @pytest.fixture(scope="module")
-def other_results() -> dict[str, str]:
-    return run_script("interpreted_backward_mxfp8.py", *OTHERS, interpret=True)
+def compiled(request) -> dict[str, dict]:
+    return run_script("compile_backward_mxfp8.py", selected(request, "job"))
 
 
-@pytest.fixture(scope="module")
-def compiled() -> dict[str, dict]:
-    return run_script("compile_backward_mxfp8.py", interpret=False)
-
-
-@pytest.mark.parametrize("case", FIRST)
+@pytest.mark.parametrize("case", thorough_but(FIRST, cases_of("interpreted_backward_mxfp8.py")))
 def test_case(results, case):
     assert not results[case], results[case]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("case", OTHERS)
-def test_other_case(other_results, case):
-    assert not other_results[case], other_results[case]
-
-
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", thorough_but(FIRST_JOBS, JOBS))
 def test_compiles_for_the_chip(compiled, job):
     facts = compiled[job]
     # Every product with a weight is block-scaled. Those without scales are the weights' gradients, in bf16; where experts are frozen there

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-import json
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from scripts import cases_of, run_script, selected, thorough_but
 
 pytest.importorskip("triton")
 
-SCRIPTS = {name: Path(__file__).with_name(f"interpreted_{name}.py") for name in ("fp8", "mxfp8")}
-CASES = [(name, case) for name, script in SCRIPTS.items() for case in re.findall(r"^def case_(\w+)\(", script.read_text(), re.MULTILINE)]
-FIRST = {"fp8": ("ranks", "special_values"), "mxfp8": ("clamp_and_saved", "special_values", "every_block_is_scaled")}
+FIRST = ("fp8 ranks", "fp8 special_values", "mxfp8 clamp_and_saved", "mxfp8 special_values", "mxfp8 every_block_is_scaled")
+CASES = [f"{name} {case}" for name in ("fp8", "mxfp8") for case in cases_of(f"interpreted_{name}.py")]
 
 
-@functools.cache
-def results(name: str, first: bool) -> dict[str, str]:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    cases = [case for of, case in CASES if of == name and (case in FIRST[name]) == first]
-    result = subprocess.run([sys.executable, str(SCRIPTS[name]), *cases], capture_output=True, text=True, timeout=600, env=environment)
-    assert result.returncode == 0, result.stderr[-4000:]
-    return json.loads(result.stdout.splitlines()[-1])
+@pytest.fixture(scope="module")
+def results(request) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in ("fp8", "mxfp8"):
+        if cases := selected(request, "case", f"{name} "):
+            found |= {f"{name} {case}": what for case, what in run_script(f"interpreted_{name}.py", cases, interpret=True).items()}
+    return found
 
 
-@pytest.mark.parametrize(
-    ("name", "case"), [pytest.param(*case, marks=[pytest.mark.thorough] * (case[1] not in FIRST[case[0]])) for case in CASES]
-)
-def test_case(name, case):
-    found = results(name, case in FIRST[name])[case]
-    assert not found, found
+@pytest.mark.parametrize("case", thorough_but(FIRST, CASES))
+def test_case(results, case):
+    assert not results[case], results[case]

@@ -3,28 +3,21 @@ interpreted_backward_hopper.py."""
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from scripts import cases_of, run_script, thorough_but
 
 pytest.importorskip("triton.experimental.gluon")
 
-SCRIPTS = [Path(__file__).with_name(name) for name in ("interpreted_hopper.py", "interpreted_backward_hopper.py")]
-CASES = [(script, case) for script in SCRIPTS for case in re.findall(r"^def case_(\w+)\(", script.read_text(), re.MULTILINE)]
-THOROUGH = ("fp8_bits", "needs")
+FIRST_OF_BACKWARD = ("bits", "small_ring", "shared", "faults")
 
 
-@pytest.mark.parametrize(
-    ("script", "case"),
-    [pytest.param(script, case, marks=[pytest.mark.thorough] * (case in THOROUGH), id=f"{script.stem} {case}") for script, case in CASES],
-)
-def test_case(script, case):
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run([sys.executable, str(script), case], capture_output=True, text=True, timeout=600, env=environment)
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert not json.loads(result.stdout.splitlines()[-1])[case], result.stderr[-4000:]
+@pytest.mark.parametrize("case", cases_of("interpreted_hopper.py"))
+def test_forward_case(case):
+    found = run_script("interpreted_hopper.py", [case], interpret=True)
+    assert not found[case], found[case]
+
+
+@pytest.mark.parametrize("case", thorough_but(FIRST_OF_BACKWARD, cases_of("interpreted_backward_hopper.py")))
+def test_backward_case(case):
+    found = run_script("interpreted_backward_hopper.py", [case], interpret=True)
+    assert not found[case], found[case]

@@ -3,29 +3,16 @@ own."""
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from scripts import cases_of, run_script, selected
 
 pytest.importorskip("triton")
 
-SCRIPT = Path(__file__).with_name("interpreted_cases.py")
-CASES = re.findall(r"^def case_(\w+)\(", SCRIPT.read_text(), re.MULTILINE)
-
-
 @pytest.fixture(scope="module")
-def results() -> dict[str, str]:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=900, env=environment)
-    assert result.returncode == 0, result.stderr[-4000:]
-    return json.loads(result.stdout.splitlines()[-1])
+def results(request) -> dict[str, str]:
+    return run_script("interpreted_cases.py", selected(request, "case"), interpret=True)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases_of("interpreted_cases.py"))
 def test_case(results, case):
     assert not results[case], results[case]

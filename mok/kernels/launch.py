@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +42,7 @@ class ForwardPlan:
         again, or half as large, to begin and end with experts.
     parts: pull tasks per tile.
     half_tiles: multiply only the first half of a tile whose other half is padding.
-    prefetch: begin a task's loads while the one before it ends, where there is a kernel that does (`runs_ahead`).
+    prefetch: begin a task's loads while the one before it ends, where there is a kernel that does (`runs_ahead`): in bf16, on Hopper.
     trace: write timestamps of every task.
     """
 
@@ -256,31 +255,31 @@ def forward(
 
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether it is a GPU of compute capability 9.0, and this Triton's Gluon has what the kernels for it need."""
+    """Whether it is a GPU of compute capability 9.0, and this Triton's Gluon has what the kernel for it needs."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     try:
-        from mok.kernels import backward_hopper, forward_fp8_hopper, forward_hopper  # noqa: F401
+        from mok.kernels import backward_hopper, forward_hopper  # noqa: F401
     except (ImportError, AttributeError):
         return False
     return True
 
 
 OF_HOPPER = dict(block_m=128, block_n=128, block_k=64, num_warps=8, programs_per_sm=1)
+MORE_THAN = 256  # columns: no product of fewer
 
 
-def runs_ahead(plan: ForwardPlan, device: torch.device, depths: Sequence[int], least: int) -> bool:
-    """Whether a forward is a kernel whose loads run on over tasks: a plan that allows it, on Hopper, every product (`depths`: its columns)
-    of more than `least` columns."""
-    fits = all(getattr(plan, name) == value for name, value in OF_HOPPER.items())
-    return plan.prefetch and fits and min(depths) > least and is_hopper(device)
+def runs_ahead(plan: ForwardPlan, device: torch.device, args: dict[str, Any]) -> bool:
+    """Whether a forward is the kernel whose loads run on over tasks: a plan that allows it, on Hopper, and every product long enough."""
+    fits = all(getattr(plan, name) == value for name, value in OF_HOPPER.items()) and not args["MXFP8"]
+    depths = [args["H"], args["I"], *([args["S"]] if args["S"] else [])]
+    return plan.prefetch and fits and min(depths) > MORE_THAN and is_hopper(device)
 
 
 def run_kernel(args: dict[str, Any], plan: ForwardPlan, workspace: Workspace) -> None:
     """The forward kernel, in the form for this plan and device."""
     programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
-    depths = [args[name] for name in ("H", "I", "S") if name != "S" or args["S"]]
-    if not args["MXFP8"] and runs_ahead(plan, workspace.device, depths, least=256):
+    if runs_ahead(plan, workspace.device, args):
         from mok.kernels import forward_hopper
 
         forward_hopper.launch(args, programs)

@@ -98,13 +98,7 @@ def run(
     write_tasks(workspace, arguments, rows, plan)
     workspace.barrier()
     programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
-    depths = [int(arguments[name]) for name in ("H", "I")]  # type: ignore[call-overload]
-    if kernel is forward_fp8_kernel and launch.runs_ahead(plan, workspace.device, depths, least=640):
-        from mok.kernels import forward_fp8_hopper
-
-        forward_fp8_hopper.launch(arguments, programs)
-    else:
-        kernel[(programs,)](**arguments, num_warps=plan.num_warps, num_stages=plan.num_stages)
+    kernel[(programs,)](**arguments, num_warps=plan.num_warps, num_stages=plan.num_stages)
     workspace.barrier()
     term = shared_out if term_TH is None else term_TH
     out = combine(workspace.memory.own["combine"], ids_TK, weights_TK, num_experts, term, shared_scale_T)

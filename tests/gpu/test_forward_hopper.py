@@ -15,12 +15,10 @@ if torch.cuda.get_device_capability() != (9, 0):
 
 sys.path.insert(0, os.path.dirname(__file__))
 
-from test_fp8 import Fp8Group
 from virtual import Group, Problem, assert_close
 
 from mok.kernels import launch, memory
 from mok.kernels.launch import ForwardPlan
-from mok.kernels.launch_fp8 import QuantizedExperts
 
 ORDINARY = ForwardPlan(prefetch=False)
 SMALL = ForwardPlan(minibatch_tiles=4, ring_tiles=8)
@@ -133,23 +131,3 @@ def test_a_lost_task_is_reported_on_time():
     assert failure and memory.STATES[failure[0]["what"]] == "h_ready"
     workspace.memory.clear_failure()
     assert torch.equal(group.run(), first)
-
-
-FP8_SIZES = {
-    "plain": (1024, 1024, 768, 8, 2),
-    "ragged": (777, 2880, 2880, 9, 4),
-    "deep": (700, 7168, 2048, 6, 4),
-    "fewest steps": (600, 656, 656, 5, 2),
-    "half tiles": (300, 1024, 784, 24, 2),
-}
-
-
-@pytest.mark.parametrize("name", FP8_SIZES)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_fp8_bits_of_the_ordinary_kernel(name, ranks):
-    problem = Problem(*FP8_SIZES[name], masked=0.1)
-    first = Fp8Group(QuantizedExperts, problem, 1, ORDINARY).run()
-    assert torch.isfinite(first.float()).all()
-    group = Fp8Group(QuantizedExperts, problem, ranks)
-    for repeat in range(20):
-        assert torch.equal(group.run(), first), repeat
