@@ -490,16 +490,19 @@ def product_task(
     ROWS: gl.constexpr = BOX if FORM == HALF else TILE
     _, _, d_gate_ready_ptr, group_ready_ptr, shared_ready_ptr = signals
     late_tile, late_group = late
-    own = operands(
+    if loaded == 0:
+        own = operands(
+            kind, tile, part, expert, at, depth, ring, up_first, shared_up_first, descs, shared_descs, H, I, OF_SHARED, FORM == WEIGHT
+        )  # fmt: skip
+        for i in gl.static_range(AHEAD):
+            load_own(own, i, q, i < own[9], a_stages, b_stages, barriers, FORM)
+    total = gl.zeros([ROWS, 2 * TILE], gl.float32, SUMS)
+    total = multiply_step(total, q, a_stages, b_stages, barriers, FORM, True)
+    own = operands(  # only now: one that has been loaded for begins at once
         kind, tile, part, expert, at, depth, ring, up_first, shared_up_first, descs, shared_descs, H, I, OF_SHARED, FORM == WEIGHT
     )  # fmt: skip
     a_row = own[4]
     steps = own[9]
-    if loaded == 0:
-        for i in gl.static_range(AHEAD):
-            load_own(own, i, q, i < steps, a_stages, b_stages, barriers, FORM)
-    total = gl.zeros([ROWS, 2 * TILE], gl.float32, SUMS)
-    total = multiply_step(total, q, a_stages, b_stages, barriers, FORM, True)
     load_own(own, AHEAD, q, steps > AHEAD, a_stages, b_stages, barriers, FORM)
     done = lanes * 0
     if late_tile >= 0:
@@ -822,10 +825,10 @@ def backward_hopper_kernel(
         if TRACE:
             note(trace_ptr, number, BEGIN)
         cut = kind < 0
-        if CARRY:
-            cut = is_cut(kind, tile, expert, depth, expert_tile_ptr)
         ok = loaded
         if loaded == 0:
+            if CARRY:
+                cut = is_cut(kind, tile, expert, depth, expert_tile_ptr)
             if kind == PULL:
                 ok = ok + 1
                 if at >= 0:
