@@ -9,7 +9,8 @@ its signal says that all it reads is there. What is different here:
     columns. So one code begins the loads of a next task of any kind.
     A weight's gradient has as many steps as its expert has rows. One of at most AHEAD steps is loaded for, but loads for nobody. An expert
     without rows has one step, of rows past the end, which the copy engine reads as zeros.
-    A hidden task's gate and up come slice by slice into the memory through which other tasks store; the first slice during the last steps.
+    A hidden task's gate and up come in halves of slices into the memory through which other tasks store, the first two during the last
+    steps.
 
 A task's last stage is free while its results are stored; the next load into it begins in the next task's first step. It takes a hidden
 task's sums on their way to another layout, and half of a tile of a weight's gradient on its way to memory.
@@ -237,11 +238,11 @@ def load_next(task, kind, half, j, q, live, a_stages, b_stages, barriers):
 
 
 @gluon.jit
-def multiply_step(total, q, a_stages, b_stages, barriers, FORM: gl.constexpr, FIRST: gl.constexpr = False):
+def multiply_step(total, q, a_stages, b_stages, barriers, FORM: gl.constexpr, FIRST: gl.constexpr = False, late_tile=-1):
     """Begin the product of step q, and wait for that of the step before it, whose stage every warp has then read.
 
-    FIRST: of a task. Then what the task before has stored by the copy engine has left shared memory, and all else that it has stored is
-    ordered before what is announced now.
+    FIRST: of a task. Then what the task before has stored by the copy engine has left shared memory, and a hidden task's results, which
+    the copy engine will read, are ordered before their announcement.
     """
     stage = q & (STAGES - 1)
     mbarrier.wait(barriers.index(stage), (q // STAGES) & 1)
@@ -259,7 +260,8 @@ def multiply_step(total, q, a_stages, b_stages, barriers, FORM: gl.constexpr, FI
     total = warpgroup_mma_wait(1, deps=[total])
     if FIRST:
         tma.store_wait(0)
-        order_copy_engine(q)
+        if late_tile >= 0:
+            order_copy_engine(q)
     thread_barrier()
     return total
 
@@ -497,7 +499,7 @@ def product_task(
         for i in gl.static_range(AHEAD):
             load_own(own, i, q, i < own[9], a_stages, b_stages, barriers, FORM)
     total = gl.zeros([ROWS, 2 * TILE], gl.float32, SUMS)
-    total = multiply_step(total, q, a_stages, b_stages, barriers, FORM, True)
+    total = multiply_step(total, q, a_stages, b_stages, barriers, FORM, True, late_tile)
     own = operands(  # only now: one that has been loaded for begins at once
         kind, tile, part, expert, at, depth, ring, up_first, shared_up_first, descs, shared_descs, H, I, OF_SHARED, FORM == WEIGHT
     )  # fmt: skip
