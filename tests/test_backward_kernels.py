@@ -13,7 +13,7 @@ JOBS = (
 )  # fmt: skip
 FIRST_JOBS = ("plain 90", "everything 90", "everything 100", "everything 103", "mxfp8 90")
 HOPPER_JOBS = {  # bytes of stack: arguments and addresses that wait there, with a clamp and shared experts some values of a slice
-    "hopper 90": 128, "hopper cut 90": 128, "hopper two ranks 90": 128, "hopper clamp 90": 160, "hopper shared 90": 192,
+    "hopper 90": 128, "hopper cut 90": 128, "hopper two ranks 90": 128, "hopper clamp 90": 160, "hopper shared 90": 256,
     "hopper everything 90": 320,
 }  # fmt: skip
 FIRST_HOPPER_JOBS = ("hopper 90", "hopper cut 90", "hopper everything 90")
