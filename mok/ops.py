@@ -92,8 +92,8 @@ def check(
             raise ValueError(f"{name}.main_grad is {main.dtype} {tuple(main.shape)}: must be torch.float32 {tuple(tensor.shape)}")
     if shared is not None and (shared.shape != x.shape or not shared.dtype.is_floating_point):
         raise ValueError(f"shared is {shared.dtype} {tuple(shared.shape)}: must be floating-point of the shape of x, {tuple(x.shape)}")
-    if clamp is not None and not clamp > 0:
-        raise ValueError(f"clamp={clamp!r}: must be None or above 0")
+    if clamp is not None and not clamp >= 0:
+        raise ValueError(f"clamp={clamp!r}: must be None or at least 0")
     for name, other in {"ids": ids, "weights": weights, **experts}.items():
         if other.device != x.device:
             raise ValueError(f"{name} is on {other.device}: must be on the device of x, {x.device}")

@@ -200,3 +200,10 @@ def test_wrong_pairs():
         with pytest.raises((TypeError, ValueError), match=re.escape(message)):
             call()
     functional.clear_workspace_cache()
+
+
+def test_a_limit_of_zero():
+    """Nothing passes."""
+    problem = Problem(shared_width=0, limit=0.0)
+    got = run(None, problem, "bf16")
+    assert not got["out"].any() and not got["d_x"].any() and not got["d_down"].any()
