@@ -320,9 +320,11 @@ def _check_context(context: object, tokens: int, width: int, shared_width: int |
 def _device(device: torch.device | str | int | None) -> torch.device:
     where = torch.device("cuda") if device is None else torch.device(device)
     if where.type == "cpu":
-        return where
+        return torch.device("cpu")  # that of tensors has no number
     if where.type != "cuda":
         raise ValueError(f"device={where}: must be a CUDA device or the CPU")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device={device}: PyTorch finds no GPU on this machine; device='cpu' runs the same calls without one")
     return torch.device("cuda", torch.cuda.current_device()) if where.index is None else where
 
 
@@ -341,6 +343,8 @@ def create_workspace(
         TypeError, ValueError: naming the argument, its value and the rule; the same on every rank where ranks disagree on H or K.
     """
     _check_kind("config", config, MoKConfig)
+    if group is not None and not isinstance(group, dist.ProcessGroup | HostFabric):
+        raise TypeError(f"group: must be a torch.distributed group, a virtual rank or None, not {type(group).__name__}")
     _check_int("num_local_tokens", num_local_tokens, 0)
     _check_int("topk", topk, 1)
     _check_int("hidden_size", hidden_size, 16)
