@@ -116,6 +116,12 @@ def test_what_a_suite_refuses(capsys, monkeypatch):
         (["layer", "--parts", "pull"], "--parts: the suite layer has no such option"),
         (["scaling", "--ranks", "2"], "--ranks=2: the suite scaling runs on one device"),
         (["everything"], "invalid choice: 'everything'"),
+        (["layer", "--out", "none/a.json"], "--out=none/a.json: cannot be written (No such file or directory)"),
+        (["layer", "--plot", "."], "--plot=.: cannot be written (Is a directory)"),
+        (["overlap", "--out", "none/a.json"], "--out=none/a.json: cannot be written"),
+        (["layer", "--repeats", "0"], "--repeats: 0: must be at least 1"),
+        (["ep", "--ranks", "0"], "--ranks: 0: must be at least 1"),
+        (["layer", "--limit", "nan"], "--limit: nan: must be above 0"),
     ):
         with pytest.raises(SystemExit) as error:
             suites.main(arguments)
@@ -326,6 +332,8 @@ def test_a_bad_option_is_named(capsys, monkeypatch):
         (comm.main, "--parts=pull,talk", "--parts=talk: must be some of pull"),
         (comm.main, "--hidden=1000", "--hidden=1000: must be a multiple of 1024"),
         (comm.main, "--ranks=2", "--ranks=2: there are 0 GPUs"),
+        (ep.main, "--out=none/a.json", "--out=none/a.json: cannot be written"),
+        (ep.main, "--ranks=-1", "--ranks: -1: must be at least 1"),
     ):
         with pytest.raises(SystemExit) as error:
             main([argument])
