@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -402,3 +403,17 @@ def test_contestants_take_turns():
     ms = timing.medians(contestants, 4, warmup=1, round_of=2, align=lambda: order.append("|"))
     assert "".join(order) == "ab" + "|aaa|bbb" * 2
     assert set(ms) == {"a", "b"} and all(value >= 0 for value in ms.values())
+
+
+def test_another_projects_commit_is_not_this_ones(tmp_path, monkeypatch):
+    """A virtual environment often lies inside some other repository."""
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for call in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run([*git, *call], cwd=tmp_path, check=True)
+    packages = tmp_path / "packages"
+    (packages / "mok").mkdir(parents=True)
+    (packages / "mok" / "a.py").write_text("a = 1")
+    monkeypatch.setattr(report, "ROOT", packages)
+    assert report.commit() == "" and report.sources_sha256() == hashlib.sha256(b"a = 1").hexdigest()
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    assert len(report.commit()) == 40

@@ -19,10 +19,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def _git(*arguments: str) -> str:
+    """What git says; nothing where ROOT is not the top of a repository, as of a package installed inside another project's."""
     try:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout
+        top, said = (
+            subprocess.run(["git", *call], cwd=ROOT, capture_output=True, text=True).stdout
+            for call in (("rev-parse", "--show-toplevel"), arguments)
+        )
     except FileNotFoundError:
         return ""
+    return said if top.strip() and Path(top.strip()).resolve() == ROOT else ""
 
 
 def commit() -> str:
