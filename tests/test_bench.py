@@ -164,7 +164,7 @@ def test_shapes():
     assert {shape.H for shape in of_8.values()} == set(sizes), "every preset has a slice"
     chosen = shapes.choose("fine,kimi-k2/16,64x32x48x8x2", shapes.ONE_GPU)
     assert list(chosen.values()) == [shapes.ONE_GPU["fine"], (4096, 7168, 2048, 24, 8), (64, 32, 48, 8, 2)]
-    for name in ("huge", "kimi-k2/0", "gpt/8", "64x32"):
+    for name in ("huge", "kimi-k2/0", "gpt/8", "64x32", "0x32x48x8x2"):
         with pytest.raises(ValueError, match=f"--shapes={name}: must be some of fine"):
             shapes.choose(name, {"fine": shapes.ONE_GPU["fine"]})
     batch = layers.make_batch(shapes.Shape(8, 4, 4, 2, 6), 0, 0, torch.device("cpu"))
