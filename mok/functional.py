@@ -8,7 +8,7 @@
 Any group size, any number of tokens per rank (zero and unequal counts too), any H and I that are multiples of 16, no shared expert or one
 of any width, ids of -1 for masked slots, and no capacity that could overflow. Nothing here is recorded by autograd: call it from a
 `torch.autograd.Function`, or use `mok.MoE`. Triton is imported by the first call, not by this module. On a CPU (device="cpu") the same
-calls run in the executor, and not under torch.compile.
+calls run in the executor, and not under torch.compile(fullgraph=True).
 
 Routed weights are bf16 tensors or, all of them, quantized beforehand, as pairs of E4M3 values and their scale; then x, dY, h, d_gate and
 d_up are quantized in the same format, as the table of `mok.quantize.Recipe` says:
@@ -398,7 +398,8 @@ def build_schedule(
     *,
     num_experts: int | None = None,
 ) -> MoKSchedule:
-    """The rows of this rank, from every rank's top_experts (int64 [T, K], -1 masks a slot); collective.
+    """The rows of this rank, from every rank's top_experts (int64 [T, K], -1 masks a slot); collective. The schedule keeps
+    top_experts, which must stay as it is until the last backward.
 
     num_local_experts is L where every rank has as many; num_experts gives E where the group's size does not divide it: rank r then owns
     ceil(E / R) experts from r * ceil(E / R) on, the last ranks fewer.

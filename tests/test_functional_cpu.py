@@ -222,3 +222,17 @@ def test_wrong_groups_and_devices(monkeypatch):
         with pytest.raises(ValueError, match=f"device={device}: PyTorch finds no GPU on this machine; device='cpu' runs"):
             functional.get_workspace(CONFIG, device=device, **sizes)
     functional.clear_workspace_cache()
+
+
+def test_compiled_around_the_calls():
+    problem = Problem(shared_width=0)
+    workspace = functional.create_workspace(CONFIG, device="cpu", num_local_tokens=14, hidden_size=64, topk=2)
+
+    def call(x):  # type: ignore[no-untyped-def]
+        schedule = functional.build_schedule(workspace, CONFIG, problem.ids, 2)
+        return functional.forward(CONFIG, workspace, schedule, x, problem.weights, None, None, None, *problem.routed)[0]
+
+    assert torch.equal(torch.compile(call, backend="eager")(problem.x), call(problem.x))
+    torch.compiler.reset()  # another compilation of the same code
+    with pytest.raises(RuntimeError, match=r"the low-level API on a CPU is not for torch\.compile\(fullgraph=True\)"):
+        torch.compile(call, fullgraph=True, backend="eager")(problem.x)
