@@ -142,10 +142,10 @@ def test_a_suite_of_ranks_gets_its_options(monkeypatch, capsys):
         assert stdout == 2
         if "mok.bench.comm" in command:
             report.write(command[command.index("--out") + 1], [dict(variant="ld", share=1.0, gbs={"4": 100.5, "8": 180.0})])
-            return subprocess.CompletedProcess(command, 0)
-        return subprocess.CompletedProcess(command, 7)
+            return 0
+        return 7
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(ranks, "run_to_end", run)
     monkeypatch.setattr(report, "_git", lambda *_: "")
     assert suites.main(["comm", "--ranks", "2", "--shapes", "x", "--parts", "pull"]) == 0
     assert "180" in capsys.readouterr().out
@@ -323,6 +323,19 @@ def test_ranks_end_at_the_limit(capfd):
     assert ranks.launch("http.server", ["0"], 2, 2.0) == 124  # it would serve for ever
     assert "--limit=2" in capfd.readouterr().err
     assert time.monotonic() - start < 40
+
+
+def test_ranks_end_with_whoever_asked_for_them():
+    launcher = "from mok.bench import ranks; ranks.launch('http.server', ['0'], 2, 30.0)"
+    asker = f"import sys; from mok.bench import ranks; ranks.run_to_end([sys.executable, '-c', {launcher!r}])"
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen([sys.executable, "-c", asker], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        said = ""
+        while said.count("Serving") < 2 and (character := process.stdout.read(1)):
+            said += character
+        process.terminate()
+        process.communicate(timeout=20)  # ends when nobody can write any more
+        assert process.returncode == 143
 
 
 def test_a_bad_option_is_named(capsys, monkeypatch):

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor
 
 from mok import tune
-from mok.bench import plot, report
+from mok.bench import plot, ranks, report
 from mok.bench.baselines import TorchLayer
 from mok.bench.layer import OneDevice, Row, measure
 from mok.bench.layers import default_device
@@ -313,7 +312,7 @@ def _of_ranks(options: argparse.Namespace, more: Sequence[str]) -> tuple[int, di
                 command += [f"--{name}", str(value)]
         if options.commit:
             command += ["--commit", options.commit]
-        code = subprocess.run(command, stdout=2).returncode
+        code = ranks.run_to_end(command, stdout=2)
         return code, json.loads(out.read_text()) if out.exists() else report.document([])
 
 
