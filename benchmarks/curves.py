@@ -263,6 +263,7 @@ def main(arguments: list[str] | None = None) -> int:
     for path in (asked.out, asked.plot):
         if path and not path.parent.is_dir():
             parser.error(f"{path}: no folder {path.parent}")
+    report.refuse_unwritable(parser, out=asked.out, plot=asked.plot)
     if asked.plot and not importlib.util.find_spec("matplotlib"):
         parser.error(f"--plot={asked.plot}: needs matplotlib")
     gpus: list[str] = []

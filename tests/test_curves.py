@@ -103,6 +103,8 @@ def test_what_it_refuses(capsys):
         ("--jobs 0", "--jobs=0: must be at least 1"),
         ("--limit nan", "--limit=nan: must be at least 1"),
         ("--out none/a.json", "none/a.json: no folder none"),
+        ("--out .", "--out=.: cannot be written (Is a directory)"),
+        ("--out b.json --plot .", "--plot=.: cannot be written (Is a directory)"),
         ("--out other.json", "--out=other.json: is there, and not a file of this script"),
         ("-- --seed=3", "--seed=3 after --: is decided by this script's own options"),
     ):
