@@ -372,13 +372,14 @@ def _drawn(name: str) -> str:
 
 
 def _profiled(run: Callable[[], object], kernel: str) -> float:
-    """Nanoseconds of the kernel during a call, by the profiler; NaN where that does not see it."""
+    """Nanoseconds of the kernel, or of its form for Hopper, during a call, by the profiler; NaN where that does not see it."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         run()
         torch.cuda.synchronize()
-    times = [event.time_range.elapsed_us() for event in found.events() or () if event.name == kernel]
+    names = (kernel, kernel.replace("_kernel", "_hopper_kernel"))
+    times = [event.time_range.elapsed_us() for event in found.events() or () if event.name in names]
     return 1e3 * times[0] if times else float("nan")
 
 

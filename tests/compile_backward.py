@@ -20,8 +20,11 @@ import triton
 from compile_kernels import CUOBJDUMP, READABLE, local_accesses_among_products, unfinished_stores
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
 
 from mok.kernels.backward import backward_kernel
+from mok.kernels.backward_hopper import backward_hopper_kernel
 from mok.kernels.groups import list_kernel, plan_kernel
 from mok.kernels.launch_backward import OF_SHARED, BackwardPlan, Needs, count_tasks
 
@@ -39,10 +42,17 @@ CASES = {  # hidden, width, shared width, ranks, then flags
     "mxfp8": (7168, 2048, 0, 1, dict(MXFP8=True)),
     "mxfp8 everything": (4096, 1024, 1024, 4, dict(MXFP8=True, RECOMPUTE=True, CARRY=True, CLAMP=True)),
     "mxfp8 odd sizes added": (2880, 1424, 0, 2, dict(MXFP8=True, ACCUMULATE=True, CARRY=True, RECOMPUTE=True)),
+    "hopper": (7168, 2048, 0, 1, {}),
+    "hopper cut": (7168, 2048, 0, 1, dict(CARRY=True)),
+    "hopper two ranks": (4096, 14336, 0, 2, dict(RECOMPUTE=True)),
+    "hopper shared": (2048, 768, 2048, 1, {}),
+    "hopper clamp": (2048, 768, 0, 1, dict(CLAMP=True, TRACE=True)),
+    "hopper everything": (7168, 2048, 2048, 2, dict(RECOMPUTE=True, CARRY=True, CLAMP=True)),
 }
 JOBS = (
     ("plain", 90), ("runs", 90), ("odd sizes added", 90), ("everything", 90), ("everything", 100), ("everything", 103),
-    ("mxfp8", 90), ("mxfp8 everything", 90), ("mxfp8 odd sizes added", 90))  # fmt: skip
+    ("mxfp8", 90), ("mxfp8 everything", 90), ("mxfp8 odd sizes added", 90), *((case, 90) for case in CASES if case.startswith("hopper")),
+)  # fmt: skip
 
 
 def constants_of(hidden: int, width: int, shared: int, ranks: int, flags: dict[str, bool]) -> dict[str, object]:
@@ -61,6 +71,26 @@ def constants_of(hidden: int, width: int, shared: int, ranks: int, flags: dict[s
     unused = set(OF_SHARED) if not shared else set()
     unused |= {"ring_x_desc", "gate_desc", "up_desc"} if not constants["RECOMPUTE"] else set()
     constants |= dict.fromkeys(unused)
+    return constants
+
+
+def hopper_type(name: str, constants: dict[str, object]) -> str:
+    """The type of an argument of `backward_hopper_kernel`."""
+    if name in constants or not name.endswith("_desc"):
+        return argument_type(name, constants)
+    block = (1, 64, 256)
+    if name.startswith(("half_", "store_", "gate_up_pair_")):
+        block = (1, 64, 64) if name.startswith("half_") else (128, 128) if name.startswith("store_") else (2, 128, 64)
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(block))
+    return f"tensordesc<bf16[{', '.join(map(str, block))}],{layout!r}>"
+
+
+def hopper_constants(hidden: int, width: int, shared: int, ranks: int, flags: dict[str, bool]) -> dict[str, object]:
+    constants = constants_of(hidden, width, shared, ranks, flags)
+    if not shared:
+        constants |= {name: None for name in backward_hopper_kernel.arg_names if "shared_" in name and name.endswith("_desc")}
+    if not constants["RECOMPUTE"]:
+        constants |= dict(half_x_desc=None, gate_up_pair_desc=None)
     return constants
 
 
@@ -133,7 +163,8 @@ def facts_of(
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: types(name, constants) for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.endswith(("_ptr", "_ptrs"))}
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    form = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = form(kernel, signature, constexprs=constants, attrs=aligned)
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(num_warps=num_warps, num_stages=num_stages, **options))
     ptx = made.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -156,6 +187,7 @@ def facts_of(
         copy_engine=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
         copy_engine_stores=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.global", ptx)),
         announced=len(re.findall(r"gpu\.release\.add|release\.gpu\.global\.add|acq_rel", ptx)),
+        full_waits=sass.count("DEPBAR.LE gsb0, 0x0"), single_conversions=sass.count("F2F.BF16"),
         spills=len(spills), spills_between_products=sum(any(abs(s - p) < 12 for p in products) for s in spills),
         serialized=len(re.findall(r"HGMMA[^\n]*gsb0 ;[^\n]*\n(?:[^\n]*\n){0,2}[^\n]*WARPGROUP\.DEPBAR\.LE gsb0, 0x0", sass)),
         exponentials=made.asm["ttgir"].count("ex2.approx"), unfinished=unfinished_stores(ptx),
@@ -163,6 +195,9 @@ def facts_of(
 
 
 def one(case: str, arch: int) -> tuple[str, list[dict[str, object]]]:
+    if case.startswith("hopper"):
+        constants = hopper_constants(*CASES[case])
+        return f"{case} {arch}", [facts_of(backward_hopper_kernel, arch, constants, PLAN.num_warps, 1, hopper_type, enable_fp_fusion=False)]
     constants = constants_of(*CASES[case])
     return f"{case} {arch}", [
         facts_of(backward_kernel, arch, constants, PLAN.num_warps, PLAN.num_stages, enable_fp_fusion=False),

@@ -16,7 +16,7 @@ import triton
 
 JOBS = (
     ("forward", 90), ("forward", 100), ("forward", 103), ("forward hopper", 90),
-    ("backward everything", 90), ("backward everything", 100),
+    ("backward everything", 90), ("backward everything", 100), ("backward hopper", 90), ("backward hopper everything", 90),
 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 
-STORED = {tl.bfloat16: np.uint16, tl.float8e4nv: np.uint8, tl.int64: np.int64}
+STORED = {tl.bfloat16: np.uint16, tl.float8e4nv: np.uint8, tl.float32: np.float32, tl.int64: np.int64}
 GARBAGE = {tl.bfloat16: 0x7FC1, tl.float8e4nv: 0x7F, tl.int64: 0}  # a NaN
 
 
@@ -38,7 +38,11 @@ def shape_of(shape: Any) -> tuple[int, ...]:
 
 
 def widened(place: Shared) -> np.ndarray:
-    """fp64."""
+    """fp64, of two dimensions."""
+    return values(place).reshape(-1, place.data.shape[-1])
+
+
+def values(place: Shared) -> np.ndarray:
     if place.dtype == tl.bfloat16:
         return (place.data.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     magnitude = (place.data & 0x7F).astype(np.uint32)
@@ -85,6 +89,10 @@ class Shared:
         self.chip.expect_quiet(self, loads=True, products=True, stores=True)
         assert value.dtype == self.dtype
         self.data[...] = value.handle.data
+
+    def columns(self) -> Shared:
+        """Boxes of rows [n, rows, columns] one beside the other, transposed: of three dimensions still, because they share this memory."""
+        return self.part(self.data.transpose(0, 2, 1))
 
     def meets(self, other: Shared) -> bool:
         return np.may_share_memory(self.data, other.data)
@@ -259,7 +267,7 @@ def interpreted(*modules: ModuleType, note: Callable[[str, tuple, Any], None] | 
             gl=Language(chip), fence_async_shared=lambda: None, finish_copy_engine_stores=chip.finish_stores,
             mbarrier=SimpleNamespace(init=chip.init, expect=chip.expect, wait=chip.wait, MBarrierLayout=lambda: None),
             tma=SimpleNamespace(store_wait=chip.store_wait), copy_in=chip.begin_load, copy_out=chip.begin_store,
-            reinterpret=Shared.reinterpret, thread_barrier=lambda: None,
+            reinterpret=Shared.reinterpret, columns_of=Shared.columns, thread_barrier=lambda: None,
             warpgroup_mma=chip.multiply, warpgroup_mma_wait=chip.multiply_wait, tl=tl,
         )  # fmt: skip
     return kernels

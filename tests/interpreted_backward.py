@@ -78,7 +78,7 @@ def expected(problem: Problem, d_y: Tensor, clamp: float | None = None, shared_c
     return Result(d_x, d_weights, *experts, shared_grads)
 
 
-def torch_saved(problem: Problem, rows, local: range, part: slice, top_k: int, count: int) -> Saved:
+def torch_saved(problem: Problem, part: slice) -> Saved:
     """Shared gate and up of a rank, and nothing of the routed rows."""
     width = problem.gate_EIH.shape[1]
     x = problem.x_TH[part].float()
@@ -103,16 +103,16 @@ def make_workspaces(problem: Problem, ranks: int, timeout_s: float) -> list[Work
 def run(
     problem: Problem, d_y: Tensor, ranks: int = 1, plan: BackwardPlan = PLAN, needs: Needs = ALL, clamp: float | None = None,
     shared_clamp: float | None = None, saved: list[Saved] | None = None, mains: tuple[Tensor, ...] | None = None,
-    shared_mains: tuple[Tensor, ...] | None = None, timeout_s: float = 120.0, lose=None, **disturb,
+    shared_mains: tuple[Tensor, ...] | None = None, timeout_s: float = 120.0, lose=None, kernel=backward_kernel, **disturb,
 ) -> Result:  # fmt: skip
     """The whole backward on R virtual ranks, the programs of all ranks at the same time. `saved`, one per rank, is taken from a forward."""
     workspaces = make_workspaces(problem, ranks, timeout_s)
-    schedules = make_schedules(problem, workspaces)
+    schedules = make_schedules(problem, workspaces, plan.block_m)
     calls = []
     for workspace, rows, part in zip(workspaces, schedules, problem.split(ranks), strict=True):
         local = host_schedule.local_experts(problem.experts, ranks, workspace.memory.rank)
         mine = slice(local.start, local.stop)
-        kept = saved[workspace.memory.rank] if saved else torch_saved(problem, rows, local, part, problem.top_k, 0)
+        kept = saved[workspace.memory.rank] if saved else torch_saved(problem, part)
         x, dy, weights = (shared(t[part].clone()) for t in (problem.x_TH, d_y, problem.weights_TK))
         for name, value in (("x", x), ("d_y", dy), ("weights", weights.reshape(-1))):
             workspace.memory.own[name][: value.shape[0]] = value
@@ -131,7 +131,7 @@ def run(
         call.order.write(2)
         calls.append(call)
     hook = None if lose is None else lose([call.kernel for call in calls])
-    run_concurrently(backward_kernel, plan.num_sms, [call.kernel for call in calls], lose=hook, **disturb)
+    run_concurrently(kernel, plan.num_sms, [call.kernel for call in calls], lose=hook, **disturb)
     for workspace in workspaces:
         workspace.check()
     parts = [

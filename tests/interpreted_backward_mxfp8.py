@@ -102,7 +102,7 @@ def run(
     for workspace, rows, part in zip(workspaces, schedules, problem.split(ranks), strict=True):
         local = host_schedule.local_experts(problem.experts, ranks, workspace.memory.rank)
         mine = slice(local.start, local.stop)
-        kept = saved[workspace.memory.rank] if saved else torch_saved(problem, rows, local, part, problem.top_k, 0)
+        kept = saved[workspace.memory.rank] if saved else torch_saved(problem, part)
         x, dy, weights = (shared(t[part].clone()) for t in (problem.x_TH, d_y, problem.weights_TK))
         workspace.memory.own["weights"][: weights.numel()] = weights.reshape(-1)
         launch_backward.publish(workspace, dy, x, weights, MX_ROW)
@@ -153,7 +153,7 @@ def saved_by_forward(problem: Problem, rows: int, ranks: int = 1, clamp: float |
     """Gate and up of the first rows of every rank, from the forward in MXFP8 of the same form."""
     changes = dict(block_m=PLANS[form].block_m) | changes
     _, _, saved = interpreted_mxfp8.run_layer(problem, ranks, form, changes, clamp=clamp, saved_rows=rows)
-    nothing = [torch_saved(problem, None, range(0), part, problem.top_k, 0) for part in problem.split(ranks)]
+    nothing = [torch_saved(problem, part) for part in problem.split(ranks)]
     return [replace(none, gate_CI=kept.gate_CI, up_CI=kept.up_CI) for none, kept in zip(nothing, saved, strict=True)]
 
 

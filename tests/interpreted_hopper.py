@@ -23,7 +23,7 @@ from mok.kernels import forward_hopper
 from mok.kernels.launch import ForwardPlan
 from mok.kernels.tasks import SHARED_DOWN, SHARED_UP, UP
 
-TOLD = tempfile.TemporaryFile()  # noqa: SIM115 - the programs are processes
+TOLD = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - the programs are processes
 
 
 def note(name: str, arguments: tuple, result: tuple) -> None:

@@ -1,25 +1,23 @@
-"""The forward for Hopper under an interpreter, in a process of its own; the cases are in interpreted_hopper.py."""
+"""The forward and the backward for Hopper under an interpreter, every case in a process of its own; they are in interpreted_hopper.py and
+interpreted_backward_hopper.py."""
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from scripts import cases_of, run_script, thorough_but
 
 pytest.importorskip("triton.experimental.gluon")
 
-SCRIPT = Path(__file__).with_name("interpreted_hopper.py")
-CASES = re.findall(r"^def case_(\w+)\(", SCRIPT.read_text(), re.MULTILINE)
+FIRST_OF_BACKWARD = ("bits", "small_ring", "shared", "faults")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_case(case):
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run([sys.executable, str(SCRIPT), case], capture_output=True, text=True, timeout=600, env=environment)
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert not json.loads(result.stdout.splitlines()[-1])[case], result.stderr[-4000:]
+@pytest.mark.parametrize("case", cases_of("interpreted_hopper.py"))
+def test_forward_case(case):
+    found = run_script("interpreted_hopper.py", [case], interpret=True)
+    assert not found[case], found[case]
+
+
+@pytest.mark.parametrize("case", thorough_but(FIRST_OF_BACKWARD, cases_of("interpreted_backward_hopper.py")))
+def test_backward_case(case):
+    found = run_script("interpreted_backward_hopper.py", [case], interpret=True)
+    assert not found[case], found[case]

@@ -10,7 +10,8 @@ from scripts import run_script
 
 NEWEST = Path(sys.prefix) / "newest-triton"
 JOBS = (
-    "forward 90", "forward 100", "forward 103", "forward hopper 90", "backward everything 90", "backward everything 100"
+    "forward 90", "forward 100", "forward 103", "forward hopper 90", "backward everything 90", "backward everything 100",
+    "backward hopper 90", "backward hopper everything 90",
 )  # fmt: skip
 
 if not (NEWEST / "triton").is_dir():
@@ -34,7 +35,7 @@ def test_uses_the_chip(compiled, job):
     assert kernel["shared"] <= 232448 and kernel["tensor_core"] > 0 and kernel["copy_engine"] > 0 and kernel["announced"] > 0, kernel
     assert kernel["serialized"] == 0, "products wait for each other"
     if job.startswith("backward"):
-        assert kernel["spills_between_products"] == 0 and kernel["stack"] <= 1024, kernel
+        assert kernel["spills_between_products"] == 0 and kernel["stack"] <= (512 if "hopper" in job else 1024), kernel
     else:
         assert kernel["unfinished"] == 0, "a store of the copy engine is announced before it is in memory"
         assert kernel["stack"] == 0 and kernel["local_in_loop"] == 0, kernel

@@ -219,14 +219,15 @@ def push_to_slots(y, slots, source, column, H: gl.constexpr):
 
 @gluon.jit
 def pull_rows(
-    x_ptr, x_ptrs, ring_ptr, peer_rank_ptr, peer_token_idx_ptr, row, ring_row,
-    H: gl.constexpr, K: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr, BLOCK_H: gl.constexpr,
+    matrices, peer_rank_ptr, peer_token_idx_ptr, row, ring_row,
+    COUNT: gl.constexpr, H: gl.constexpr, K: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr, BLOCK_H: gl.constexpr,
 ):  # fmt: skip
-    """`dispatch.pull_rows` of one matrix, with layouts: parts of 16 rows and BLOCK_H columns, six on their way."""
+    """`dispatch.pull_rows`, with layouts: parts of 16 rows and BLOCK_H columns, six on their way. matrices: for each of COUNT its own rows,
+    the addresses of all ranks' rows, and the ring that takes them."""
     HIGH: gl.constexpr = min(16, ROWS)
     FLYING: gl.constexpr = 5
     WIDE: gl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
-    PARTS: gl.constexpr = ROWS // HIGH * WIDE
+    PARTS: gl.constexpr = ROWS // HIGH * COUNT * WIDE
     lanes = gl.arange(0, HIGH, gl.SliceLayout(1, PULLED))
     lane_columns = gl.arange(0, BLOCK_H, gl.SliceLayout(0, PULLED))
     tokens = ()
@@ -235,9 +236,11 @@ def pull_rows(
     for group in gl.static_range(ROWS // HIGH):
         source = gl.load(peer_rank_ptr + row + group * HIGH + lanes)
         slot = gl.load(peer_token_idx_ptr + row + group * HIGH + lanes)
-        tokens = tokens + (find_tokens(x_ptr, x_ptrs, source, slot, H, K, R),)
-        slots = slots + (ring_ptr + (ring_row + group * HIGH + lanes).to(gl.int64) * H,)
-        live = live + (source >= 0,)
+        for j in gl.static_range(COUNT):
+            x_ptr, x_ptrs, ring_ptr = matrices[j]
+            tokens = tokens + (find_tokens(x_ptr, x_ptrs, source, slot, H, K, R),)
+            slots = slots + (ring_ptr + (ring_row + group * HIGH + lanes).to(gl.int64) * H,)
+            live = live + (source >= 0,)
     ahead = ()
     for i in gl.static_range(PARTS + FLYING):
         if i < PARTS:
@@ -467,8 +470,8 @@ def forward_hopper_kernel(
             if kind == PULL:
                 ROWS: gl.constexpr = TILE // PARTS
                 pull_rows(
-                    x_ptr, x_ptrs, ring_ptr, peer_rank_ptr, peer_token_idx_ptr, tile * TILE + part * ROWS,
-                    (tile % ring) * TILE + part * ROWS, H, K, R, ROWS, BLOCK_H,
+                    ((x_ptr, x_ptrs, ring_ptr),), peer_rank_ptr, peer_token_idx_ptr, tile * TILE + part * ROWS,
+                    (tile % ring) * TILE + part * ROWS, 1, H, K, R, ROWS, BLOCK_H,
                 )  # fmt: skip
                 following = find(tasks_ptr, taken, num_tasks, lanes)
                 finish_copy_engine_stores(tile)
@@ -510,7 +513,7 @@ def with_layouts(kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
     """A Gluon kernel's own arguments, of those of the ordinary kernel; descriptors know how their blocks lie in shared memory."""
     own = {name: args[name] for name in kernel.arg_names}
     for name, value in own.items():
-        if name.endswith("_desc"):
+        if name.endswith("_desc") and value is not None:
             layout = gl.NVMMASharedLayout(
                 swizzle_byte_width=128, element_bitwidth=8 * value.base.element_size(), rank=len(value.block_shape)
             )  # fmt: skip

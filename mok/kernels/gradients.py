@@ -81,11 +81,12 @@ def laid_out_as(value, tile):
 
 
 @triton.jit
-def hidden_gradient(d_hidden, gate, up, weight, limit, CLAMP: tl.constexpr):
+def hidden_gradient(d_hidden, gate, up, weight, limit, CLAMP: tl.constexpr, PAIRS: tl.constexpr = False):
     """d_hidden: dHid, unweighted. -> d_gate, d_up and w h, in bf16, and each row's sum_i dHid_i h_i.
 
     Example: gate 1, up 2, w -0.5, dHid 3: silu(1) = 0.73106, so h = 1.46 and d_w = 4.39; w dHid = -1.5, so d_up = -1.5 * 0.73106 = -1.10
     and d_gate = -1.5 * 2 * 0.92767 = -2.78; w h = -0.731. With limit 0.5 both are clipped and d_gate = d_up = 0.
+    PAIRS: h is rounded two values at a time, which takes registers.
     """
     gate = laid_out_as(gate.to(tl.float32), d_hidden)
     up = laid_out_as(up.to(tl.float32), d_hidden)
@@ -100,7 +101,10 @@ def hidden_gradient(d_hidden, gate, up, weight, limit, CLAMP: tl.constexpr):
     clipped = (up > limit) | (up < -limit)
     if CLAMP:
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    h = rounded(silu * up).to(tl.float32)
+    if PAIRS:
+        h = widened_pairs(rounded_pairs(silu * up))
+    else:
+        h = rounded(silu * up).to(tl.float32)
     if CLAMP:
         silu = tl.where(clipped, 0.0, silu)
     d_weight = tl.sum(d_hidden * h, axis=1)

@@ -266,7 +266,7 @@ def is_hopper(device: torch.device) -> bool:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     try:
-        from mok.kernels import forward_hopper  # noqa: F401
+        from mok.kernels import backward_hopper, forward_hopper  # noqa: F401
     except (ImportError, AttributeError):
         return False
     return True

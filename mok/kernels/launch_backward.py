@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from mok.config import TILE_M
 from mok.kernels.backward import backward_kernel
 from mok.kernels.combine import combine
 from mok.kernels.groups import BLOCK_TICKETS, HEADER, RECORD, ROW, list_kernel, plan_kernel
-from mok.kernels.launch import Saved, Workspace, _rows, trace_record
+from mok.kernels.launch import Saved, Workspace, _pair, _rows, is_hopper, trace_record
 from mok.kernels.quantize import quantize_into
 from mok.kernels.schedule import DeviceSchedule
 from mok.quantize import MX_ROW, Block
@@ -43,6 +44,8 @@ class BackwardPlan:
     run: tiles of a weight's gradient that one task makes in a row; 0 means 4 for at most 1,024 rows per expert, else 1.
     half_tiles: multiply only the first half of a tile whose other half is padding. Weights' gradients read rows in steps of block_k, which
         must not reach into the half that is not written.
+    prefetch: begin a task's loads while the one before it ends, where there is a kernel that does (`runs_ahead`); a task of it makes one
+        tile of a weight's gradient, so `run` 0 means 1 there.
     trace: write timestamps of every task.
     block_n: columns of a tile: `slice`, two or four times as many; `slice` itself, the width of a part of d_w, is no knob.
     """
@@ -61,6 +64,7 @@ class BackwardPlan:
     num_stages: int = 4
     programs_per_sm: int = 1
     half_tiles: bool = True
+    prefetch: bool = True
     trace: bool = False
 
     def with_run(self, rows: int, num_local: int) -> BackwardPlan:
@@ -203,15 +207,31 @@ def order_tasks(
     return Order(groups, listing, tables, per, signals, most_tasks)
 
 
+OF_HOPPER = dict(block_m=128, block_n=256, block_k=64, slice=64, num_warps=8, programs_per_sm=1)
+LEAST = 256  # columns that every product there has more of
+
+
+def runs_ahead(plan: BackwardPlan, device: torch.device, sizes: Sequence[int], accumulate: bool, mxfp8: bool) -> bool:
+    """Whether a backward is the kernel of `backward_hopper.py`: a plan that allows it, on Hopper, bf16 experts whose gradients the copy
+    engine stores; sizes: H, I and, if there are shared experts, S."""
+    fits = all(getattr(plan, name) == value for name, value in OF_HOPPER.items()) and plan.run in (0, 1)
+    fits = fits and not (accumulate or mxfp8) and all(size > LEAST and size % plan.block_m == 0 for size in sizes)
+    return plan.prefetch and fits and is_hopper(device)
+
+
 @dataclass
 class Call:
-    """One backward, prepared: its list of tasks, the kernel's arguments by name, and where the results will be."""
+    """One backward, prepared: its list of tasks, the kernel's arguments by name, and where the results will be.
+
+    ahead: by the kernel whose loads run on over tasks.
+    """
 
     order: Order
     kernel: dict[str, object]
     experts: Weights | None
     shared: Weights | None
     shared_d_x: Tensor | None
+    ahead: bool = False
 
 
 def results(weights: Weights, main: Weights | None) -> Weights:
@@ -249,13 +269,16 @@ def prepare(
     gate_up_again: gate and up as the forward multiplied by them, where those are others.
     """
     plan, needs = plan or BackwardPlan(), needs or Needs()
-    plan = plan.with_run(x_TH.shape[0] * workspace.top_k, gate_LIH.shape[0])
     memory, tokens, hidden, width = workspace.memory, x_TH.shape[0], workspace.hidden, gate_LIH.shape[1]
     m, n, k, s = plan.block_m, plan.block_n, plan.block_k, plan.slice
     num_local, tiles = gate_LIH.shape[0], rows.tile_expert.numel()
     shared_width = shared[0].shape[0] if shared else 0
-    tasks = count_tasks(plan, needs, hidden, width, shared_width, tokens)
     programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
+    accumulate = main_grads is not None or shared_main_grads is not None
+    sizes = (hidden, width, *[shared_width] * bool(shared))
+    ahead = runs_ahead(plan, workspace.device, sizes, accumulate, mxfp8)
+    plan = dataclasses.replace(plan, run=1) if ahead else plan.with_run(tokens * workspace.top_k, num_local)
+    tasks = count_tasks(plan, needs, hidden, width, shared_width, tokens)
     ring, target, most = ring_and_groups(plan, tiles, tasks, programs)
     saved_tiles = min(saved.gate_CI.shape[0] // m, tiles)
     recompute = saved_tiles < tiles
@@ -273,7 +296,6 @@ def prepare(
     order = order_tasks(workspace, rows, plan, tasks, ring, target, most, hidden, width, shared_width, tokens, num_local, saved_tiles)
     expert_grads = results((gate_LIH, up_LIH, down_LHI), main_grads) if needs.experts else None
     shared_grads = results(shared, shared_main_grads) if shared and needs.shared else None
-    accumulate = main_grads is not None or shared_main_grads is not None
     if accumulate and ((needs.experts and main_grads is None) or (shared and needs.shared and shared_main_grads is None)):
         raise ValueError("main_grads and shared_main_grads: both or neither, where both gradients are asked for")
     nowhere = weights_ring if accumulate else d_y_ring
@@ -351,9 +373,37 @@ def prepare(
             shared_d_down_weight_desc=out(to_shared[2]),
         )  # fmt: skip
     kernel |= {**of_gate_and_up, **of_shared}
+    if ahead:
+        kernel |= of_hopper(
+            (d_y_ring, x_ring, d_gate_ring, d_up_ring, h_ring), (saved_gate, saved_up), to_experts,
+            (shared_d_y, x_TH, d_gate, d_up, h) if shared else None, (saved.shared_gate_TS, saved.shared_up_TS), to_shared,
+        )  # fmt: skip
+        pair, gate_first = _pair(gate_LIH, up_LIH, 128, 64) if recompute else (None, 1)
+        kernel |= dict(half_x_desc=_planes((x_ring,), 64, 64) if recompute else None, gate_up_pair_desc=pair, gate_first=gate_first)
     return Call(
-        order, kernel, None if main_grads else expert_grads, None if shared_main_grads else shared_grads, shared_d_x
+        order, kernel, None if main_grads else expert_grads, None if shared_main_grads else shared_grads, shared_d_x, ahead
     )  # fmt: skip
+
+
+def of_hopper(
+    rings: Sequence[Tensor], saved: Sequence[Tensor], outs: Weights, of_shared: Sequence[Tensor] | None, shared_saved: Sequence[Tensor],
+    shared_outs: Weights,
+) -> dict[str, object]:  # fmt: skip
+    """Arguments of `backward_hopper.py` alone. rings, and of_shared likewise: dY, x, d_gate, d_up, w h."""
+    box = lambda *planes: _planes(planes, 64, 64)  # noqa: E731
+    wide = lambda matrix: _planes((matrix,), 64, 256)  # noqa: E731
+    made: dict[str, object] = {}
+    for of, matrices, (gate, up), stored in (("", rings, saved, outs), ("shared_", of_shared, shared_saved, shared_outs)):
+        names = [f"half_{of}d_y_desc", f"half_{of}d_gate_up_desc", f"half_{of}saved_desc", f"{of}x_kn_desc", f"{of}h_kn_desc"]
+        stores = [f"store_{of}d_{name}_desc" for name in ("gate", "up", "down")]
+        made |= dict.fromkeys([*names, *stores])
+        made[f"{of}saved_up_first"] = int(up.data_ptr() < gate.data_ptr())
+        if matrices is not None:
+            d_y, x, d_gate, d_up, h = matrices
+            descs = (box(d_y), box(d_gate, d_up), box(gate, up), wide(x), wide(h))
+            made |= dict(zip(names, descs, strict=True))
+            made |= {name: _rows(out, 128, 128) for name, out in zip(stores, stored, strict=True)}
+    return made
 
 
 def publish(workspace: Workspace, d_y_TH: Tensor, x_TH: Tensor, weights_TK: Tensor, block: Block | None = None) -> None:
@@ -396,6 +446,11 @@ def backward(
     call.order.write(workspace.num_sms)
     workspace.barrier()
     programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
-    backward_kernel[(programs,)](**call.kernel, num_warps=plan.num_warps, num_stages=plan.num_stages, enable_fp_fusion=False)
+    if call.ahead:
+        from mok.kernels import backward_hopper
+
+        backward_hopper.launch(call.kernel, programs)
+    else:
+        backward_kernel[(programs,)](**call.kernel, num_warps=plan.num_warps, num_stages=plan.num_stages, enable_fp_fusion=False)
     workspace.barrier()
     return gather(workspace, call, ids_TK, num_experts, needs)

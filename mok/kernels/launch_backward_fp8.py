@@ -163,7 +163,7 @@ def prepare_shared(
     return launch_backward.prepare(
         workspace, none, dataclasses.replace(saved, gate_CI=all_saved, up_CI=all_saved), d_y_TH, x_TH, weights_TK, gate, up, down, shared,
         shared_clamp=clamp, needs=Needs(needs.x, False, False, needs.shared), shared_main_grads=main_grads,
-        plan=dataclasses.replace(plan, ring_tiles=2),
+        plan=dataclasses.replace(plan, ring_tiles=2, prefetch=False),
     )  # fmt: skip
 
 

@@ -1,0 +1,148 @@
+"""The backward for Hopper, a Gluon kernel, under the interpreter of `interpret_gluon.py`; the last line printed is JSON.
+
+Run alone: TRITON_INTERPRET=1 python tests/interpreted_backward_hopper.py [case ...]
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
+
+# isort: off
+from interpreted_cases import Problem, shared  # before triton: sets TRITON_INTERPRET
+from interpreted_backward import assert_equal, make_d_y, run, torch_saved
+
+# isort: on
+import torch
+from interpret import run_cases
+from interpret_gluon import interpreted, plain
+
+from mok.kernels import backward_hopper, forward_hopper, launch_backward
+from mok.kernels.groups import D_WEIGHT, D_X, HIDDEN, SHARED_D_WEIGHT, SHARED_D_X, SHARED_HIDDEN
+from mok.kernels.launch import Saved
+from mok.kernels.launch_backward import BackwardPlan, Needs
+
+TOLD = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - the programs are processes
+KINDS = tuple(kind.value for kind in (HIDDEN, D_X, D_WEIGHT))
+SHARED_KINDS = tuple(kind.value for kind in (SHARED_HIDDEN, SHARED_D_X, SHARED_D_WEIGHT))
+PLAN = BackwardPlan(num_sms=2, ring_tiles=64, group_tiles=1, parts=2, run=1)
+
+
+def note(name: str, arguments: tuple, result: tuple) -> None:
+    """Of every task that multiplies: its kind, whether it had been loaded for, and whether it loaded for the next one."""
+    if name == "product_task":
+        os.write(TOLD.fileno(), bytes([plain(arguments[0][0]), plain(arguments[3]), plain(result[2])]))
+
+
+KERNEL = interpreted(backward_hopper, forward_hopper, note=note)["backward_hopper_kernel"]
+
+
+def told() -> collections.Counter:
+    end = TOLD.tell()
+    TOLD.seek(0)
+    data = TOLD.read(end)
+    TOLD.seek(0)
+    return collections.Counter(tuple(data[i : i + 3]) for i in range(0, len(data), 3))
+
+
+def run_hopper(*arguments, **options):
+    with mock.patch.object(launch_backward, "is_hopper", lambda device: True):
+        return run(*arguments, kernel=KERNEL, **options)
+
+
+def make_saved(problem: Problem, ranks: int, tiles: int) -> list[Saved]:
+    """Gate and up of so many tiles: any numbers, in place of the forward's."""
+    generator, width = torch.Generator().manual_seed(5), problem.gate_EIH.shape[1]
+    made = [torch_saved(problem, part) for part in problem.split(ranks)]
+    random = lambda: shared(torch.randn(tiles * 128, width, generator=generator).bfloat16())  # noqa: E731
+    return [replace(kept, gate_CI=random(), up_CI=random()) for kept in made]
+
+
+def same_bits(problem: Problem, ranks: int, plan: BackwardPlan, saved_tiles: int = 64, clamp: float | None = None, kinds=KINDS) -> None:
+    """The bits of the ordinary kernel; and loads of some tasks begin before the task, of others not."""
+    d_y = make_d_y(problem)
+    options = dict(clamp=clamp, shared_clamp=clamp, saved=make_saved(problem, ranks, saved_tiles), deadline_s=300.0)
+    want = run(problem, d_y, ranks, replace(plan, prefetch=False), **options)
+    told()
+    got = run_hopper(problem, d_y, ranks, plan, **options, max_delay_s=0.01)
+    assert_equal(got, want, (ranks, plan))
+    tasks = told()
+    loaded = sum(count for (_, loaded, _), count in tasks.items() if loaded)
+    assert loaded == sum(count for (*_, loads), count in tasks.items() if loads), tasks
+    assert 0 < loaded < tasks.total(), tasks
+    for kind in kinds:
+        assert any(kind == found and loaded for found, loaded, _ in tasks), (kind, tasks)
+
+
+def few_rows(problem: Problem) -> Problem:
+    """One expert has no rows, another one nine."""
+    problem.ids_TK[problem.ids_TK == 1] = 0
+    problem.ids_TK[problem.ids_TK == 2] = 0
+    problem.ids_TK[:9, 0] = 2
+    problem.weights_TK = torch.randn(problem.ids_TK.shape)
+    return problem
+
+
+def case_bits():
+    """One rank and two, several programs, whole and half tiles, an expert without rows and one with few, gate and up saved."""
+    same_bits(few_rows(Problem(0, 400, 384, 384, 3, 1)), 1, PLAN)
+    same_bits(Problem(1, 150, 384, 512, 3, 2), 2, replace(PLAN, num_sms=1), clamp=0.5)
+    same_bits(Problem(2, 100, 512, 384, 4, 2), 1, replace(PLAN, num_sms=3, group_tiles=4))
+
+
+def case_small_ring():
+    """Places used again, so that pulls wait, and experts cut by groups, whose sums are carried."""
+    problem = Problem(3, 400, 384, 384, 3, 1)
+    problem.ids_TK[:300] = 1
+    problem.weights_TK = torch.randn(problem.ids_TK.shape)
+    same_bits(problem, 1, replace(PLAN, ring_tiles=4))
+    same_bits(few_rows(Problem(4, 300, 384, 384, 4, 1)), 2, replace(PLAN, ring_tiles=3), kinds=())
+
+
+def case_gate_and_up_again():
+    """Of no tile, or of some, gate and up are saved."""
+    for tiles in (0, 2):
+        same_bits(Problem(5, 200, 384, 512, 3, 1), 1 + tiles // 2, PLAN, saved_tiles=tiles, clamp=0.5, kinds=())
+
+
+def case_shared():
+    problem = Problem(6, 150, 384, 384, 2, 1, shared_width=512)
+    same_bits(problem, 1, replace(PLAN, num_sms=3), kinds=SHARED_KINDS)
+    same_bits(problem, 2, replace(PLAN, num_sms=1, ring_tiles=2), 1, 0.5, SHARED_KINDS)
+
+
+def case_needs():
+    """What nobody asks for is not computed; nothing else changes."""
+    problem = Problem(8, 150, 384, 384, 2, 1, shared_width=384)
+    d_y, saved = make_d_y(problem), make_saved(problem, 1, 64)
+    whole = dict(run(problem, d_y, 1, replace(PLAN, prefetch=False), saved=saved).items())
+    for needs in (Needs(x=False), Needs(weights=False), Needs(experts=False, shared=False), Needs(False, True, False, False)):
+        got = dict(run_hopper(problem, d_y, 1, PLAN, saved=saved, needs=needs).items())
+        assert all(torch.equal(value, whole[name]) for name, value in got.items()), needs
+        count = sum((needs.x, needs.weights, 3 * needs.experts, 3 * needs.shared))
+        assert len(got) == count, (needs, list(got))
+
+
+def case_faults():
+    """A ring with one stage too few, a store whose place is used too early, and stores that nothing finishes are found."""
+    problem, plan = Problem(7, 64, 384, 384, 1, 1), replace(PLAN, num_sms=1)
+    d_y, saved = make_d_y(problem), make_saved(problem, 1, 2)
+    run_hopper(problem, d_y, 1, plan, saved=saved)
+    nothing = SimpleNamespace(store_wait=lambda pending: None)
+    for changed in (dict(AHEAD=4), dict(tma=nothing), dict(finish_copy_engine_stores=lambda token: None)):
+        with mock.patch.multiple(backward_hopper, **changed):
+            try:
+                run_hopper(problem, d_y, 1, plan, saved=saved)
+            except RuntimeError as error:
+                assert "a program failed" in str(error)
+            else:
+                raise AssertionError(f"{changed}: not found")
+
+
+if __name__ == "__main__":
+    run_cases(globals(), sys.argv[1:])
