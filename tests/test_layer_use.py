@@ -200,6 +200,17 @@ def test_one_dimension_less_and_bad_arguments():
         mok.MoE(CONFIG).update_bias(float("nan"))
 
 
+@pytest.mark.parametrize("name", ["x", "ids", "weights", "gate_EIH", "up_EIH", "down_EHI", "shared"])
+def test_what_is_no_tensor_is_named(name):
+    x, ids, gate = torch.zeros(3, 8), torch.zeros(3, 1, dtype=torch.int64), torch.zeros(2, 4, 8)
+    given = dict(x=x, ids=ids, weights=torch.ones(3, 1), gate_EIH=gate, up_EIH=gate, down_EHI=gate.mT, shared=x)
+    assert mok.moe(**given).shape == x.shape
+    with pytest.raises(TypeError, match=f"{name}: must be a tensor, not list"):
+        mok.moe(**{**given, name: [1.0]})
+    with pytest.raises(TypeError, match=r"tuning=\{\}: must be a Tuning"):
+        mok.moe(**given, tuning={})
+
+
 def test_a_compiled_bf16_layer_has_eagers_input_gradient():
     torch._dynamo.reset()
     layer = mok.MoE(CONFIG, dtype=torch.bfloat16)
