@@ -4,9 +4,9 @@ Runs `mok train` for every precision and seed, --jobs at a time: on GPUs one per
 they win over those chosen here for the device (`MODELS`), and a --size among them takes the place of all of these. A seed decides the
 parameters and the order of the text, so runs of one seed differ in nothing but the format.
 
---out holds what has been run so far. Called again, the runs in it that had these options, sources and versions are not repeated; a run that
-was interrupted starts over. A run that fails is reported with the end of what it printed, the others go on, and the exit code is 1. Formats
-that are not within noise are a result, not a failure.
+--out holds what has been run so far. Called again, the runs in it that had these options, sources and versions are not repeated (runs that
+had others stay in a copy, a.json.1); a run that was interrupted starts over. A run that fails is reported with the end of what it printed,
+the others go on, and the exit code is 1. Formats that are not within noise are a result, not a failure.
 
 What is compared is the final loss: validation bits per byte, the mean over the last tenth of the steps. The held-out sample is the same for
 all runs. For a format, `difference` is the mean over the seeds of (its final loss - that of bf16 with the same seed).
@@ -30,6 +30,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -139,6 +140,11 @@ class Results:
             found, now = json.loads(out.read_text()), report.document([])
             if all(found[key] == now[key] for key in ("machine", "torch", "triton", "sources_sha256")):
                 self.rows = [row for row in found["rows"] if row["options"] == shlex.join(options)]
+            if len(self.rows) < len(found["rows"]):
+                aside = next(path for n in itertools.count(1) if not (path := out.with_name(f"{out.name}.{n}")).exists())
+                shutil.copy2(out, aside)
+                others = len(found["rows"]) - len(self.rows)
+                print(f"{out} holds {others} runs of other options, sources or versions; they are kept in {aside}", flush=True)
 
     def has(self, precision: str, seed: int) -> bool:
         return any((row["precision"], row["seed"]) == (precision, seed) for row in self.rows)
@@ -263,6 +269,7 @@ def main(arguments: list[str] | None = None) -> int:
     for path in (asked.out, asked.plot):
         if path and not path.parent.is_dir():
             parser.error(f"{path}: no folder {path.parent}")
+    report.refuse_unwritable(parser, out=asked.out, plot=asked.plot)
     if asked.plot and not importlib.util.find_spec("matplotlib"):
         parser.error(f"--plot={asked.plot}: needs matplotlib")
     gpus: list[str] = []

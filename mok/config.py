@@ -156,7 +156,8 @@ class MoEConfig:
         return self.num_shared_experts * (self.shared_intermediate_size or self.intermediate_size)
 
     def gpu_memory(self, tokens: int, ranks: int = 1, tuning: Tuning | None = None, precision: Precision = "bf16") -> GpuMemory:
-        """The most that a layer takes on a GPU beside parameters, their gradients, x and dY, for `tokens` tokens of a rank.
+        """The most that a layer takes on a GPU beside parameters, their gradients, x and dY, for `tokens` tokens of a rank,
+        or `tuning.max_tokens`, by which memory is sized, if these are more.
 
         With T tokens, L = ceil(E / R) experts of this rank, P = R T K + 128 L rows at most, M = min(P, macrobatch) rows of the rings (two
         and a half minibatches, if that is more), C saved rows, S = `shared_width`, and h = ceil(H / 128) and i = ceil(I / 128) scales of a
@@ -181,8 +182,11 @@ class MoEConfig:
         _check_int("ranks", ranks, 1)
         if precision not in get_args(Precision):
             _reject("precision", precision, f"must be one of {', '.join(get_args(Precision))}")
-        t, h, i, k, s = tokens, self.hidden_size, self.intermediate_size, self.top_k, self.shared_width
+        if tuning is not None and not isinstance(tuning, Tuning):
+            raise TypeError(f"tuning={tuning!r}: must be a Tuning")
         knobs, ceil, local = tuning or Tuning(), lambda a, b: -(-a // b), -(-self.num_experts // ranks)
+        t = max(tokens, knobs.max_tokens or 0)
+        h, i, k, s = self.hidden_size, self.intermediate_size, self.top_k, self.shared_width
         tiles = ranks * t * k // TILE_M + local
         rows = tiles * TILE_M
         ring = max(min(rows, max(knobs.macrobatch, 5 * knobs.minibatch // 2)), 2 * TILE_M)

@@ -8,7 +8,7 @@
 Any group size, any number of tokens per rank (zero and unequal counts too), any H and I that are multiples of 16, no shared expert or one
 of any width, ids of -1 for masked slots, and no capacity that could overflow. Nothing here is recorded by autograd: call it from a
 `torch.autograd.Function`, or use `mok.MoE`. Triton is imported by the first call, not by this module. On a CPU (device="cpu") the same
-calls run in the executor, and not under torch.compile.
+calls run in the executor, and not under torch.compile(fullgraph=True).
 
 Routed weights are bf16 tensors or, all of them, quantized beforehand, as pairs of E4M3 values and their scale; then x, dY, h, d_gate and
 d_up are quantized in the same format, as the table of `mok.quantize.Recipe` says:
@@ -320,9 +320,11 @@ def _check_context(context: object, tokens: int, width: int, shared_width: int |
 def _device(device: torch.device | str | int | None) -> torch.device:
     where = torch.device("cuda") if device is None else torch.device(device)
     if where.type == "cpu":
-        return where
+        return torch.device("cpu")  # that of tensors has no number
     if where.type != "cuda":
         raise ValueError(f"device={where}: must be a CUDA device or the CPU")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device={device}: PyTorch finds no GPU on this machine; device='cpu' runs the same calls without one")
     return torch.device("cuda", torch.cuda.current_device()) if where.index is None else where
 
 
@@ -341,6 +343,8 @@ def create_workspace(
         TypeError, ValueError: naming the argument, its value and the rule; the same on every rank where ranks disagree on H or K.
     """
     _check_kind("config", config, MoKConfig)
+    if group is not None and not isinstance(group, dist.ProcessGroup | HostFabric):
+        raise TypeError(f"group: must be a torch.distributed group, a virtual rank or None, not {type(group).__name__}")
     _check_int("num_local_tokens", num_local_tokens, 0)
     _check_int("topk", topk, 1)
     _check_int("hidden_size", hidden_size, 16)
@@ -394,7 +398,8 @@ def build_schedule(
     *,
     num_experts: int | None = None,
 ) -> MoKSchedule:
-    """The rows of this rank, from every rank's top_experts (int64 [T, K], -1 masks a slot); collective.
+    """The rows of this rank, from every rank's top_experts (int64 [T, K], -1 masks a slot); collective. The schedule keeps
+    top_experts, which must stay as it is until the last backward.
 
     num_local_experts is L where every rank has as many; num_experts gives E where the group's size does not divide it: rank r then owns
     ceil(E / R) experts from r * ceil(E / R) on, the last ranks fewer.

@@ -60,6 +60,9 @@ def widened(precision: Precision, values: Tensor, scale: Tensor) -> Tensor:
     return dequantize(values, scale, block, torch.bfloat16)
 
 
+_whole = torch.compiler.disable(reason="the low-level API on a CPU is not for torch.compile(fullgraph=True)")
+
+
 def _routes(request: dict[str, Any]) -> list[Region]:
     return [
         Region("counts", (request["num_experts"],), torch.int64),
@@ -67,6 +70,7 @@ def _routes(request: dict[str, Any]) -> list[Region]:
     ]
 
 
+@_whole
 def build_schedule(
     group: dist.ProcessGroup | HostFabric | None, ids_TK: Tensor, num_experts: int, timeout_s: float
 ) -> tuple[Schedule, Tensor]:  # fmt: skip
@@ -91,12 +95,14 @@ def build_schedule(
     return schedule, counts_RE.sum(0)
 
 
+@_whole
 def shared_gate_up(x_TH: Tensor, shared_gate: Tensor, shared_up: Tensor) -> tuple[Tensor, Tensor]:
     """[T, S] each, in bf16."""
     gate, up = (executor.row_linear(x_TH, weight).to(x_TH.dtype) for weight in (shared_gate, shared_up))
     return gate, up
 
 
+@_whole
 def forward(layer: Layer, x_TH: Tensor, weights_TK: Tensor, shared: Shared) -> tuple[Tensor, Tensor, Tensor]:
     """The output [T, H], and gate and up [C, I]."""
     inputs = Inputs(x_TH, layer.ids_TK, weights_TK, *layer.widened())
@@ -106,6 +112,7 @@ def forward(layer: Layer, x_TH: Tensor, weights_TK: Tensor, shared: Shared) -> t
     return out, gate_CI, up_CI
 
 
+@_whole
 def backward(
     layer: Layer, d_y_TH: Tensor, x_TH: Tensor, weights_TK: Tensor, shared: Shared, gate_CI: Tensor, up_CI: Tensor, mains: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:

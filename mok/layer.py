@@ -244,8 +244,15 @@ def moe(
             each rank checks shapes for itself, and an id out of range is reported by a later call, as nothing waits for the device.
         FabricError: a rank of the group did not come, died, or was too slow (`Tuning.timeout_s`); it says which.
     """
-    ranks, tuning = _Group.of(group), Tuning() if tuning is None else tuning
+    ranks, given = _Group.of(group), tuning
+    tuning = given if isinstance(given, Tuning) else Tuning()
     try:
+        if given is not None and not isinstance(given, Tuning):
+            raise TypeError(f"tuning={given!r}: must be a Tuning")
+        experts = {"gate_EIH": gate_EIH, "up_EIH": up_EIH, "down_EHI": down_EHI}
+        for name, value in {"x": x, "ids": ids, "weights": weights, **experts, "shared": shared}.items():
+            if not isinstance(value, Tensor) and not (name == "shared" and value is None):
+                raise TypeError(f"{name}: must be a tensor, not {type(value).__name__}")
         leading = x.shape[:-1]
         for name, other in (("ids", ids), ("weights", weights), ("shared", shared)):
             if other is not None and other.shape[:-1] != leading:

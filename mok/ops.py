@@ -92,8 +92,8 @@ def check(
             raise ValueError(f"{name}.main_grad is {main.dtype} {tuple(main.shape)}: must be torch.float32 {tuple(tensor.shape)}")
     if shared is not None and (shared.shape != x.shape or not shared.dtype.is_floating_point):
         raise ValueError(f"shared is {shared.dtype} {tuple(shared.shape)}: must be floating-point of the shape of x, {tuple(x.shape)}")
-    if clamp is not None and not clamp > 0:
-        raise ValueError(f"clamp={clamp!r}: must be None or above 0")
+    if clamp is not None and not clamp >= 0:
+        raise ValueError(f"clamp={clamp!r}: must be None or at least 0")
     for name, other in {"ids": ids, "weights": weights, **experts}.items():
         if other.device != x.device:
             raise ValueError(f"{name} is on {other.device}: must be on the device of x, {x.device}")
@@ -359,6 +359,8 @@ def mxfp8_quantize(
     Raises:
         TypeError, ValueError: naming the argument, its value and the rule.
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: must be a tensor, not {type(x).__name__}")
     if x.dtype not in (torch.bfloat16, torch.float32):
         raise TypeError(f"x has dtype {x.dtype}: must be torch.bfloat16 or torch.float32")
     if x.dim() not in (2, 3):
@@ -367,7 +369,7 @@ def mxfp8_quantize(
         raise ValueError("return_normal=False, return_transposed=False: at least one must be True")
     if scale_layout not in get_args(ScaleLayout):
         raise ValueError(f"scale_layout={scale_layout!r}: must be one of {', '.join(get_args(ScaleLayout))}")
-    results: list[Tensor | None] = list(_mxfp8_quantize(x, return_normal, return_transposed, scale_layout == "tcgen05"))
+    results: list[Tensor | None] = list(_mxfp8_quantize(x.detach(), return_normal, return_transposed, scale_layout == "tcgen05"))
     nothing: list[Tensor | None] = [None, None]
     normal, transposed = (results[:2] if return_normal else nothing), (results[-2:] if return_transposed else nothing)
     return normal[0], normal[1], transposed[0], transposed[1]

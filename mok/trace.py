@@ -451,12 +451,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", default="qwen3-30b", help="one of `mok bench`'s")
     parser.add_argument("--direction", default="both", choices=("forward", "backward", "both"))
     parser.add_argument("--precision", default="bf16", choices=get_args(Precision), help="of the experts' products")
-    parser.add_argument("--ranks", type=int, default=1, help="processes, one GPU each; a launcher's number wins")
+    parser.add_argument("--ranks", type=report.count, default=1, help="processes, one GPU each; a launcher's number wins")
     parser.add_argument("--plan", type=json.loads, default={}, help="JSON: fields of ForwardPlan and BackwardPlan")
     parser.add_argument("--out", help="the Chrome trace to write")
     parser.add_argument("--png", help="the picture to write; needs matplotlib")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON instead of tables")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds after which all processes are ended")
+    parser.add_argument("--limit", type=report.seconds, default=300.0, help="seconds after which all processes are ended")
     options = parser.parse_args(arguments)
     try:
         (name, shape), *others = choose(options.shapes, SEVERAL_GPUS if options.ranks > 1 else ONE_GPU).items()
@@ -470,6 +470,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("a GPU is needed: the CPU's executor has no tasks that run side by side")
     if torch.cuda.device_count() < options.ranks:
         parser.error(f"--ranks={options.ranks}: there are {torch.cuda.device_count()} GPUs")
+    report.refuse_unwritable(parser, out=options.out, png=options.png)
     if options.ranks > 1 and not ranks.launched():
         return ranks.launch("mok.trace", arguments, options.ranks, options.limit)
     rank, device = (0, torch.device("cuda", 0)) if not ranks.launched() else ranks.join(options.limit)[::2]

@@ -1012,6 +1012,8 @@ def _create(run: Path, options: Options, text: Text) -> None:
         run.mkdir(parents=True)
     except FileExistsError:
         raise TrainError(f"--name={run.name}: {run} exists; choose another name, or go on with it: --resume {run.name}") from None
+    except OSError as error:
+        raise TrainError(f"{run}: cannot be made ({error.strerror}); a run is kept in {run.parent}/ of the working directory") from None
     about = {
         "options": dataclasses.asdict(options),
         "text": {"source": text.source, "split": text.split, "digest": text.digest, "bytes": [len(text.train), len(text.held_out)]},

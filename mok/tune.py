@@ -347,11 +347,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", default="", help="of `mok bench`, PRESET/RANKS, or TxHxIxExK; all of `mok bench`'s by default")
     parser.add_argument("--precision", choices=get_args(Precision), default="bf16", help="of the experts' products")
     parser.add_argument("--directions", default=",".join(DIRECTIONS))
-    parser.add_argument("--ranks", type=int, default=1, help="processes, one GPU each; a launcher's number wins")
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--ranks", type=report.count, default=1, help="processes, one GPU each; a launcher's number wins")
+    parser.add_argument("--repeats", type=report.count, default=20)
     parser.add_argument("--out", type=Path, default=None, help="the file to write to; default: the user's cache")
     parser.add_argument("--json", action="store_true", help="print the entries as JSON instead of a table")
-    parser.add_argument("--limit", type=float, default=3000.0, help="seconds after which the processes of several ranks are ended")
+    parser.add_argument("--limit", type=report.seconds, default=3000.0, help="seconds after which the processes of several ranks are ended")
     options = parser.parse_args(arguments)
     known = TINY if not cuda else SEVERAL_GPUS if options.ranks > 1 else ONE_GPU
     directions = options.directions.split(",")
@@ -364,11 +364,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--directions={direction}: must be some of {','.join(DIRECTIONS)}")
     if cuda and torch.cuda.device_count() < options.ranks:
         parser.error(f"--ranks={options.ranks}: there are {torch.cuda.device_count()} GPUs")
+    path = options.out or cache_file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out={path}: cannot be written ({error.strerror})")
+    report.refuse_unwritable(parser, out=path)
     if options.ranks > 1 and not ranks.launched():
         return ranks.launch("mok.tune", arguments, options.ranks, options.limit)
     rank, size, device = ranks.join(options.limit) if ranks.launched() else (0, 1, default_device())
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
-    path = options.out or cache_file()
     say = (lambda line: print(line, file=sys.stderr, flush=True)) if rank == 0 else (lambda line: None)
     entries = []
     for name, shape in shapes.items():

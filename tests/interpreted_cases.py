@@ -6,8 +6,10 @@ Run alone: TRITON_INTERPRET=1 python tests/interpreted_cases.py [case ...]
 # ruff: noqa: E402
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import itertools
+import mmap
 import os
 import random
 import re
@@ -266,6 +268,32 @@ def case_ticket_order():
                     found = [(t, p) for k, t, p in order if k == kind]
                     count = ups if kind == up else downs
                     assert found == [(t, p) for a, b in itertools.pairwise(cuts) for p in range(count) for t in range(a, b)]
+
+
+def case_one_matrix_for_gate_and_up():
+    """Gate and up may be one and the same tensor, of routed and of shared experts."""
+    problem = Problem(5, tokens=20, hidden=32, width=32, experts=2, top_k=2, shared_width=32)
+    problem.up_EIH = problem.gate_EIH
+    problem.shared = (problem.shared[0], problem.shared[0], problem.shared[2])
+    out, _, _ = run_layer(problem, 1)
+    assert_close(out, problem.expected())
+
+
+def case_gate_and_up_far_apart():
+    """A descriptor's stride has fewer bits than an address."""
+    map_at = ctypes.CDLL(None).mmap
+    map_at.restype, map_at.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    places = [map_at(place, 4096, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+              for place in (0x100000000000, 0x200000000000)]  # fmt: skip
+    first, second = (torch.frombuffer((ctypes.c_byte * 2048).from_address(place), dtype=torch.bfloat16).view(32, 32) for place in places)
+    assert second.data_ptr() - first.data_ptr() >= launch.MAX_STRIDE
+    first.fill_(1)
+    second.fill_(2)
+    for pair in ((first, second), (second, first)):
+        descriptor, first_comes_first = launch._pair(*pair, 16, 16)
+        assert descriptor.strides[0] * 2 < launch.MAX_STRIDE
+        both = torch.as_strided(descriptor.base, descriptor.shape, descriptor.strides)
+        assert torch.equal(both, torch.stack(pair if first_comes_first else pair[::-1]))
 
 
 def case_combine():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -116,6 +117,12 @@ def test_what_a_suite_refuses(capsys, monkeypatch):
         (["layer", "--parts", "pull"], "--parts: the suite layer has no such option"),
         (["scaling", "--ranks", "2"], "--ranks=2: the suite scaling runs on one device"),
         (["everything"], "invalid choice: 'everything'"),
+        (["layer", "--out", "none/a.json"], "--out=none/a.json: cannot be written (No such file or directory)"),
+        (["layer", "--plot", "."], "--plot=.: cannot be written (Is a directory)"),
+        (["overlap", "--out", "none/a.json"], "--out=none/a.json: cannot be written"),
+        (["layer", "--repeats", "0"], "--repeats: 0: must be at least 1"),
+        (["ep", "--ranks", "0"], "--ranks: 0: must be at least 1"),
+        (["layer", "--limit", "nan"], "--limit: nan: must be above 0"),
     ):
         with pytest.raises(SystemExit) as error:
             suites.main(arguments)
@@ -135,10 +142,10 @@ def test_a_suite_of_ranks_gets_its_options(monkeypatch, capsys):
         assert stdout == 2
         if "mok.bench.comm" in command:
             report.write(command[command.index("--out") + 1], [dict(variant="ld", share=1.0, gbs={"4": 100.5, "8": 180.0})])
-            return subprocess.CompletedProcess(command, 0)
-        return subprocess.CompletedProcess(command, 7)
+            return 0
+        return 7
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(ranks, "run_to_end", run)
     monkeypatch.setattr(report, "_git", lambda *_: "")
     assert suites.main(["comm", "--ranks", "2", "--shapes", "x", "--parts", "pull"]) == 0
     assert "180" in capsys.readouterr().out
@@ -157,7 +164,7 @@ def test_shapes():
     assert {shape.H for shape in of_8.values()} == set(sizes), "every preset has a slice"
     chosen = shapes.choose("fine,kimi-k2/16,64x32x48x8x2", shapes.ONE_GPU)
     assert list(chosen.values()) == [shapes.ONE_GPU["fine"], (4096, 7168, 2048, 24, 8), (64, 32, 48, 8, 2)]
-    for name in ("huge", "kimi-k2/0", "gpt/8", "64x32"):
+    for name in ("huge", "kimi-k2/0", "gpt/8", "64x32", "0x32x48x8x2"):
         with pytest.raises(ValueError, match=f"--shapes={name}: must be some of fine"):
             shapes.choose(name, {"fine": shapes.ONE_GPU["fine"]})
     batch = layers.make_batch(shapes.Shape(8, 4, 4, 2, 6), 0, 0, torch.device("cpu"))
@@ -318,6 +325,19 @@ def test_ranks_end_at_the_limit(capfd):
     assert time.monotonic() - start < 40
 
 
+def test_ranks_end_with_whoever_asked_for_them():
+    launcher = "from mok.bench import ranks; ranks.launch('http.server', ['0'], 2, 30.0)"
+    asker = f"import sys; from mok.bench import ranks; ranks.run_to_end([sys.executable, '-c', {launcher!r}])"
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen([sys.executable, "-c", asker], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        said = ""
+        while said.count("Serving") < 2 and (character := process.stdout.read(1)):
+            said += character
+        process.terminate()
+        process.communicate(timeout=20)  # ends when nobody can write any more
+        assert process.returncode == 143
+
+
 def test_a_bad_option_is_named(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for main, argument, message in (
@@ -326,6 +346,8 @@ def test_a_bad_option_is_named(capsys, monkeypatch):
         (comm.main, "--parts=pull,talk", "--parts=talk: must be some of pull"),
         (comm.main, "--hidden=1000", "--hidden=1000: must be a multiple of 1024"),
         (comm.main, "--ranks=2", "--ranks=2: there are 0 GPUs"),
+        (ep.main, "--out=none/a.json", "--out=none/a.json: cannot be written"),
+        (ep.main, "--ranks=-1", "--ranks: -1: must be at least 1"),
     ):
         with pytest.raises(SystemExit) as error:
             main([argument])
@@ -394,3 +416,17 @@ def test_contestants_take_turns():
     ms = timing.medians(contestants, 4, warmup=1, round_of=2, align=lambda: order.append("|"))
     assert "".join(order) == "ab" + "|aaa|bbb" * 2
     assert set(ms) == {"a", "b"} and all(value >= 0 for value in ms.values())
+
+
+def test_another_projects_commit_is_not_this_ones(tmp_path, monkeypatch):
+    """A virtual environment often lies inside some other repository."""
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for call in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run([*git, *call], cwd=tmp_path, check=True)
+    packages = tmp_path / "packages"
+    (packages / "mok").mkdir(parents=True)
+    (packages / "mok" / "a.py").write_text("a = 1")
+    monkeypatch.setattr(report, "ROOT", packages)
+    assert report.commit() == "" and report.sources_sha256() == hashlib.sha256(b"a = 1").hexdigest()
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    assert len(report.commit()) == 40

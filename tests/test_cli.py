@@ -165,6 +165,15 @@ def test_a_name_is_used_once(_folder, monkeypatch, tmp_path):
     assert "--name=x: runs/x exists; choose another name, or go on with it: --resume x" in output
 
 
+def test_a_folder_for_runs_that_cannot_be_made(_folder, monkeypatch, tmp_path):
+    (tmp_path / "runs").touch()
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    code, output = call("--name=x")
+    assert code == 1 and "Traceback" not in output
+    assert "error: runs/x: cannot be made (Not a directory); a run is kept in runs/ of the working directory" in output
+
+
 def test_help():
     line = [sys.executable, "-m", "mok", "train", "--help"]
     result = subprocess.run(line, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "200"})

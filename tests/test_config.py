@@ -271,3 +271,11 @@ def test_gpu_memory_is_what_the_kernels_take(ranks, shared, knobs, precision, mo
     if not bf16:
         with pytest.raises(ValueError, match="precision='fp4': must be one of bf16, mxfp8, fp8"):
             config.gpu_memory(tokens, precision="fp4")
+
+
+def test_gpu_memory_is_sized_by_the_most_tokens_that_may_come():
+    config = MoEConfig(hidden_size=512, intermediate_size=768, num_experts=6, top_k=3)
+    assert config.gpu_memory(100, 2, Tuning(max_tokens=700)) == config.gpu_memory(700, 2)
+    assert config.gpu_memory(700, 2, Tuning(max_tokens=100)) == config.gpu_memory(700, 2)
+    with pytest.raises(TypeError, match="tuning=2: must be a Tuning"):
+        config.gpu_memory(100, tuning=2)

@@ -73,6 +73,18 @@ def test_a_run_that_is_late_or_stopped_leaves_nothing(text, capsys):
     assert json.loads(Path("a.json").read_text())["rows"] == []
 
 
+def test_runs_of_other_options_stay_in_a_copy(capsys):
+    now, rows = report.document([]), [dict(options="--steps 5", precision="bf16", seed=0)]
+    for number, found in enumerate(({**now, "rows": rows}, {**now, "torch": "1.0", "rows": rows}), 1):
+        Path("a.json").write_text(json.dumps(found))
+        results = curves.Results(Path("a.json"), "", ["--steps", "6"])
+        results.write()
+        assert json.loads(Path("a.json").read_text())["rows"] == [] and json.loads(Path(f"a.json.{number}").read_text()) == found
+        assert f"a.json holds 1 runs of other options, sources or versions; they are kept in a.json.{number}" in capsys.readouterr().out
+    Path("a.json").write_text(json.dumps({**now, "rows": rows}))
+    assert curves.Results(Path("a.json"), "", ["--steps", "5"]).rows == rows and not Path("a.json.3").exists()
+
+
 def row_of(precision: str, seed: int, last: float) -> dict[str, object]:
     return dict(precision=precision, seed=seed, steps=[500, 900, 950, 1000], validation=[3.0, 2.5, last + 0.5, last - 0.5])
 
@@ -103,6 +115,8 @@ def test_what_it_refuses(capsys):
         ("--jobs 0", "--jobs=0: must be at least 1"),
         ("--limit nan", "--limit=nan: must be at least 1"),
         ("--out none/a.json", "none/a.json: no folder none"),
+        ("--out .", "--out=.: cannot be written (Is a directory)"),
+        ("--out b.json --plot .", "--plot=.: cannot be written (Is a directory)"),
         ("--out other.json", "--out=other.json: is there, and not a file of this script"),
         ("-- --seed=3", "--seed=3 after --: is decided by this script's own options"),
     ):

@@ -200,3 +200,39 @@ def test_wrong_pairs():
         with pytest.raises((TypeError, ValueError), match=re.escape(message)):
             call()
     functional.clear_workspace_cache()
+
+
+def test_a_limit_of_zero():
+    """Nothing passes."""
+    problem = Problem(shared_width=0, limit=0.0)
+    got = run(None, problem, "bf16")
+    assert not got["out"].any() and not got["d_x"].any() and not got["d_down"].any()
+
+
+def test_wrong_groups_and_devices(monkeypatch):
+    sizes = dict(num_local_tokens=14, hidden_size=64, topk=2)
+    problem = Problem(shared_width=0)
+    workspace = functional.get_workspace(CONFIG, device="cpu:0", **sizes)
+    assert workspace is functional.get_workspace(CONFIG, device="cpu", **sizes)
+    assert functional.build_schedule(workspace, CONFIG, problem.ids, 2).num_tokens.item() > 0
+    with pytest.raises(TypeError, match=r"group: must be a torch\.distributed group, a virtual rank or None, not int"):
+        functional.create_workspace(CONFIG, 2, device="cpu", **sizes)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device in (None, "cuda", "cuda:1"):
+        with pytest.raises(ValueError, match=f"device={device}: PyTorch finds no GPU on this machine; device='cpu' runs"):
+            functional.get_workspace(CONFIG, device=device, **sizes)
+    functional.clear_workspace_cache()
+
+
+def test_compiled_around_the_calls():
+    problem = Problem(shared_width=0)
+    workspace = functional.create_workspace(CONFIG, device="cpu", num_local_tokens=14, hidden_size=64, topk=2)
+
+    def call(x):  # type: ignore[no-untyped-def]
+        schedule = functional.build_schedule(workspace, CONFIG, problem.ids, 2)
+        return functional.forward(CONFIG, workspace, schedule, x, problem.weights, None, None, None, *problem.routed)[0]
+
+    assert torch.equal(torch.compile(call, backend="eager")(problem.x), call(problem.x))
+    torch.compiler.reset()  # another compilation of the same code
+    with pytest.raises(RuntimeError, match=r"the low-level API on a CPU is not for torch\.compile\(fullgraph=True\)"):
+        torch.compile(call, fullgraph=True, backend="eager")(problem.x)

@@ -88,7 +88,20 @@ def sharded_step(group):
     fully_shard(layer, mesh=mesh["dp"])
     x = torch.randn(80, 32, generator=torch.Generator().manual_seed(1)).chunk(4)[torch.distributed.get_rank()]
     layer(x).square().sum().backward()
-    return {name: getattr(layer, name).grad.full_tensor() for name in ("gate_EIH", "up_EIH", "down_EHI")}
+    gradients = {name: getattr(layer, name).grad.full_tensor() for name in ("gate_EIH", "up_EIH", "down_EHI")}
+    experts = [layer.gate_EIH, layer.up_EIH, layer.down_EHI]
+    kinds = experts, [p for p in layer.parameters() if all(p is not expert for expert in experts)]
+    for parameter in kinds[1]:  # FSDP reduces over its own mesh alone
+        torch.distributed.all_reduce(parameter.grad.to_local(), group=mesh["ep"].get_group())
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in kind]).full_tensor() for kind in kinds]
+    whole = torch.cat([p.grad.full_tensor().flatten() for p in layer.parameters()]).norm()
+    assert torch.allclose(torch.stack(norms).norm(), whole)
+    for kind in kinds:
+        torch.nn.utils.clip_grads_with_norm_(kind, 1.0, whole)
+    clipped = torch.cat([p.grad.full_tensor().flatten() for p in layer.parameters()]).norm()
+    assert torch.allclose(clipped, torch.ones(()), rtol=1e-4)
+    torch.optim.AdamW(layer.parameters(), foreach=True).step()
+    return gradients
 
 
 def test_expert_parallel_beside_fsdp():
@@ -185,6 +198,17 @@ def test_one_dimension_less_and_bad_arguments():
         mok.MoE(CONFIG, "world")
     with pytest.raises(ValueError, match="rate=nan: must be finite"):
         mok.MoE(CONFIG).update_bias(float("nan"))
+
+
+@pytest.mark.parametrize("name", ["x", "ids", "weights", "gate_EIH", "up_EIH", "down_EHI", "shared"])
+def test_what_is_no_tensor_is_named(name):
+    x, ids, gate = torch.zeros(3, 8), torch.zeros(3, 1, dtype=torch.int64), torch.zeros(2, 4, 8)
+    given = dict(x=x, ids=ids, weights=torch.ones(3, 1), gate_EIH=gate, up_EIH=gate, down_EHI=gate.mT, shared=x)
+    assert mok.moe(**given).shape == x.shape
+    with pytest.raises(TypeError, match=f"{name}: must be a tensor, not list"):
+        mok.moe(**{**given, name: [1.0]})
+    with pytest.raises(TypeError, match=r"tuning=\{\}: must be a Tuning"):
+        mok.moe(**given, tuning={})
 
 
 def test_a_compiled_bf16_layer_has_eagers_input_gradient():

@@ -360,6 +360,7 @@ def test_mxfp8_quantize(shape):
     for got, want in (((values, scale), q.quantize(x, q.MX_ROW)), ((values_T, scale_T), q.quantize(x.mT, q.MX_ROW))):
         assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, want, strict=True))
     experts, tiles, across = math.prod(shape[:-2]), -(-shape[-2] // 128), -(-shape[-1] // 128)
+    assert not any(part.requires_grad for part in ops.mxfp8_quantize(x.clone().requires_grad_())), "of a parameter"
     tiled = ops.mxfp8_quantize(x)
     assert tiled[1].shape == (experts * tiles, across, 32, 16) and tiled[3].shape == (experts * across, tiles, 32, 16)
     assert torch.equal(tiled[1], q.to_tcgen05(scale)) and torch.equal(tiled[3], q.to_tcgen05(scale_T))
@@ -371,6 +372,7 @@ def test_mxfp8_quantize(shape):
 def test_mxfp8_quantize_refuses():
     x = torch.zeros(128, 128)
     for match, error, call in (
+        ("x: must be a tensor, not list", TypeError, lambda: ops.mxfp8_quantize([1.0])),
         ("x has dtype torch.float16", TypeError, lambda: ops.mxfp8_quantize(x.half())),
         (r"x has shape \(128,\): must be \[M, N\] or \[E, M, N\]", ValueError, lambda: ops.mxfp8_quantize(x[0])),
         ("return_normal=False, return_transposed=False: at least one", ValueError, lambda: ops.mxfp8_quantize(x, False, False)),

@@ -248,8 +248,13 @@ def test_rank_0_decides(monkeypatch):
     assert chosen[0] == chosen[1] and chosen[0]["minibatch_tiles"] == 20
 
 
-def test_what_the_command_refuses():
+def test_what_the_command_refuses(tmp_path):
+    (tmp_path / "file").touch()
     for argument, message in (
+        (f"--out={tmp_path}", "cannot be written (Is a directory)"),
+        (f"--out={tmp_path}/file/a.json", "cannot be written (File exists)"),
+        ("--repeats=0", "must be at least 1"),
+        ("--ranks=0", "must be at least 1"),
         ("--shapes=huge", "--shapes=huge: must be some of"),
         ("--directions=up", "--directions=up: must be some of forward,backward"),
         ("--precision=fp4", "invalid choice: 'fp4'"),

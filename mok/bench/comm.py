@@ -302,13 +302,13 @@ SKEW = ("layer w8 32x512", "ld w16 16x1024", "async w8 8x1024 s4", "st w8 16x102
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="mok.bench.comm", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2, help="processes, one GPU each; a launcher's number wins")
+    parser.add_argument("--ranks", type=report.count, default=2, help="processes, one GPU each; a launcher's number wins")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--variants", default="", help="a regular expression that names must contain")
     parser.add_argument("--programs", default=",".join(map(str, PROGRAMS)))
     parser.add_argument("--rows", type=int, default=16384, help="of a rank, a multiple of 128")
     parser.add_argument("--hidden", type=int, default=7168, help="a multiple of 1024")
-    parser.add_argument("--limit", type=float, default=570.0, help="seconds after which all processes are ended")
+    parser.add_argument("--limit", type=report.seconds, default=570.0, help="seconds after which all processes are ended")
     parser.add_argument("--commit", default="", help="the commit measured, where there is no git repository")
     parser.add_argument("--out")
     options = parser.parse_args(arguments)
@@ -321,6 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--rows={options.rows}: must be a multiple of 128")
     if torch.cuda.device_count() < options.ranks:
         parser.error(f"--ranks={options.ranks}: there are {torch.cuda.device_count()} GPUs")
+    report.refuse_unwritable(parser, out=options.out)
     if not ranks.launched():
         return ranks.launch("mok.bench.comm", arguments, options.ranks, options.limit)
     rank, size, device = ranks.join(options.limit)

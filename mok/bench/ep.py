@@ -229,15 +229,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mok.bench.ep", description=(__doc__ or "").partition("\n")[0])
     cuda = torch.cuda.is_available()
     shapes = SHAPES if cuda else TINY
-    parser.add_argument("--ranks", type=int, default=2, help="processes, one GPU each; a launcher's number wins")
+    parser.add_argument("--ranks", type=report.count, default=2, help="processes, one GPU each; a launcher's number wins")
     parser.add_argument("--shapes", default="", help=f"some of {','.join(shapes)}; all by default")
     parser.add_argument("--directions", default="fwd,bwd")
     parser.add_argument("--precision", choices=get_args(Precision), default="bf16", help="of the experts' products")
-    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--repeats", type=report.count, default=50)
     parser.add_argument("--saved", type=float, default=1.25, help="rows whose gate and up are saved, as a multiple of a balanced load")
     parser.add_argument("--padding", type=float, default=1.25, help="capacity of the padded baseline, likewise")
     parser.add_argument("--plans", type=json.loads, default={}, help="JSON: name -> changed fields of ForwardPlan and BackwardPlan")
-    parser.add_argument("--limit", type=float, default=570.0, help="seconds after which all processes are ended")
+    parser.add_argument("--limit", type=report.seconds, default=570.0, help="seconds after which all processes are ended")
     parser.add_argument("--commit", default="", help="the commit measured, where there is no git repository")
     parser.add_argument("--out")
     options = parser.parse_args(arguments)
@@ -247,6 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for direction in options.directions.split(","):
         if direction not in DIRECTIONS:
             parser.error(f"--directions={direction}: must be some of {','.join(DIRECTIONS)}")
+    report.refuse_unwritable(parser, out=options.out)
     if not ranks.launched():
         if cuda and torch.cuda.device_count() < options.ranks:
             parser.error(f"--ranks={options.ranks}: there are {torch.cuda.device_count()} GPUs")

@@ -277,7 +277,7 @@ def measure(name: str, shape: Shape, device: torch.device, repeats: int, warmup:
 def _parser(name: str, default_shapes: dict[str, Shape], repeats: int) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=name, description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shapes", default=",".join(default_shapes))
-    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--repeats", type=report.count, default=repeats)
     parser.add_argument("--commit", default="", help="the commit measured, where there is no git repository")
     parser.add_argument("--out")
     return parser
@@ -319,6 +319,7 @@ def forward_main(shapes: dict[str, Shape], arguments: Sequence[str] | None = Non
     )  # fmt: skip
     parser.add_argument("--plans", type=json.loads, default={}, help="JSON: name -> fields of ForwardPlan, timed besides")
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    report.refuse_unwritable(parser, out=options.out)
     chosen, device, rows = _shapes(parser, options.shapes, shapes), default_device(), []
     print(report.headline(), flush=True)
     warm(chosen.values(), WARM_S, precision=options.precision)
@@ -373,6 +374,7 @@ def backward_main(shapes: dict[str, Shape], arguments: Sequence[str] | None = No
         help="mxfp8, fp8: experts in that format, weights quantized beforehand; on a GPU beside the same with quantizing them, and in bf16",
     )  # fmt: skip
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    report.refuse_unwritable(parser, out=options.out)
     chosen, device, rows = _shapes(parser, options.shapes, shapes), default_device(), []
     print(report.headline(), flush=True)
     warm(chosen.values(), WARM_S, precision=options.precision)

@@ -192,10 +192,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="mok.bench.overlap", description=(__doc__ or "").partition("\n")[0])
     cuda = torch.cuda.is_available()
-    parser.add_argument("--ranks", type=int, default=1, help="processes, one GPU each; a launcher's number wins")
+    parser.add_argument("--ranks", type=report.count, default=1, help="processes, one GPU each; a launcher's number wins")
     parser.add_argument("--shapes", default="", help="all of `mok bench`'s by default")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--limit", type=float, default=170.0, help="seconds after which all processes are ended")
+    parser.add_argument("--repeats", type=report.count, default=20)
+    parser.add_argument("--limit", type=report.seconds, default=170.0, help="seconds after which all processes are ended")
     parser.add_argument("--commit", default="", help="the commit measured, where there is no git repository")
     parser.add_argument("--out")
     options = parser.parse_args(arguments)
@@ -204,6 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shapes = choose(options.shapes or ",".join(known), {**known, **TINY})
     except ValueError as error:
         parser.error(str(error))
+    report.refuse_unwritable(parser, out=options.out)
     if not ranks.launched():
         if cuda and torch.cuda.device_count() < options.ranks:
             parser.error(f"--ranks={options.ranks}: there are {torch.cuda.device_count()} GPUs")

@@ -60,6 +60,19 @@ def launch(module: str, arguments: Sequence[str], ranks: int, limit_s: float) ->
         signal.signal(signal.SIGTERM, previous)
 
 
+def run_to_end(command: Sequence[str], stdout: int | None = None) -> int:
+    """The exit code of a command that launches ranks; it ends with them where this process is ended."""
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    child = subprocess.Popen(command, stdout=stdout)
+    try:
+        return child.wait()
+    finally:
+        if child.poll() is None:
+            child.terminate()  # killed, it would leave its ranks
+            child.wait()
+        signal.signal(signal.SIGTERM, previous)
+
+
 def join(limit_s: float) -> tuple[int, int, torch.device]:
     """Rank, ranks and device of this process, in the default process group; past the limit it prints where it stands and ends."""
     faulthandler.dump_traceback_later(limit_s, exit=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import hashlib
 import importlib.metadata
@@ -18,10 +19,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def _git(*arguments: str) -> str:
+    """What git says; nothing where ROOT is not the top of a repository, as of a package installed inside another project's."""
     try:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout
+        top, said = (
+            subprocess.run(["git", *call], cwd=ROOT, capture_output=True, text=True).stdout
+            for call in (("rev-parse", "--show-toplevel"), arguments)
+        )
     except FileNotFoundError:
         return ""
+    return said if top.strip() and Path(top.strip()).resolve() == ROOT else ""
 
 
 def commit() -> str:
@@ -61,6 +67,41 @@ def document(rows: Sequence[dict[str, Any]], of_commit: str = "", missing: dict[
 
 def write(path: str | Path, rows: Sequence[dict[str, Any]], of_commit: str = "", missing: dict[str, str] | None = None) -> None:
     Path(path).write_text(json.dumps(document(rows, of_commit, missing), indent=1) + "\n")
+
+
+def unwritable(path: str | Path) -> str:
+    """Why a file cannot be written, to be asked before anything is measured; "" if it can. What it holds stays."""
+    path = Path(path)
+    try:
+        new = not path.exists()
+        with path.open("ab"):
+            pass
+        if new:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        return f"cannot be written ({error.strerror or error})"
+    return ""
+
+
+def refuse_unwritable(parser: argparse.ArgumentParser, **paths: str | Path | None) -> None:
+    """End with a message if an option names a file that cannot be written."""
+    for name, path in paths.items():
+        if path is not None and (why := unwritable(path)):
+            parser.error(f"--{name}={path}: {why}")
+
+
+def count(text: str) -> int:
+    """An option's whole number of at least 1."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return value
+
+
+def seconds(text: str) -> float:
+    """An option's time."""
+    if not (value := float(text)) > 0:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+    return value
 
 
 def headline() -> str:

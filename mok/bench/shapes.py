@@ -69,7 +69,7 @@ def choose(names: str, known: dict[str, Shape]) -> dict[str, Shape]:
         preset, _, ranks = name.partition("/")
         if name in known:
             chosen[name] = known[name]
-        elif re.fullmatch(r"\d+(x\d+){4}", name):
+        elif re.fullmatch(r"[1-9]\d*(x[1-9]\d*){4}", name):
             chosen[name] = Shape(*map(int, name.split("x")))
         elif preset in PRESETS and re.fullmatch(r"[1-9]\d*", ranks):
             of = PRESETS[preset]

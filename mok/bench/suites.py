@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor
 
 from mok import tune
-from mok.bench import plot, report
+from mok.bench import plot, ranks, report
 from mok.bench.baselines import TorchLayer
 from mok.bench.layer import OneDevice, Row, measure
 from mok.bench.layers import default_device
@@ -313,7 +312,7 @@ def _of_ranks(options: argparse.Namespace, more: Sequence[str]) -> tuple[int, di
                 command += [f"--{name}", str(value)]
         if options.commit:
             command += ["--commit", options.commit]
-        code = subprocess.run(command, stdout=2).returncode
+        code = ranks.run_to_end(command, stdout=2)
         return code, json.loads(out.read_text()) if out.exists() else report.document([])
 
 
@@ -340,9 +339,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("suite", choices=(*IN_PROCESS, *OF_RANKS))
     parser.add_argument("--shapes", help="known ones, PRESET/RANKS, or TxHxIxExK; a suite's own by default")
-    parser.add_argument("--repeats", type=int, help="timed calls of each contestant")
-    parser.add_argument("--ranks", type=int, help="of overlap, ep and comm")
-    parser.add_argument("--limit", type=float, help=f"seconds; {LIMIT_S:g} by default")
+    parser.add_argument("--repeats", type=report.count, help="timed calls of each contestant")
+    parser.add_argument("--ranks", type=report.count, help="of overlap, ep and comm")
+    parser.add_argument("--limit", type=report.seconds, help=f"seconds; {LIMIT_S:g} by default")
     parser.add_argument("--json", action="store_true", help="print the rows as one JSON object instead of a table")
     parser.add_argument("--plot", metavar="PNG", help="the picture to write; needs matplotlib")
     parser.add_argument("--out", metavar="JSON", help="write the rows to a file, too")
@@ -352,6 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{more[0]}: the suite {options.suite} has no such option")
     if options.plot and not importlib.util.find_spec("matplotlib"):
         parser.error(f"--plot={options.plot}: needs matplotlib, which is not installed")
+    report.refuse_unwritable(parser, out=options.out, plot=options.plot)
     code = 0
     if options.suite in OF_RANKS:
         code, document = _of_ranks(options, more)
@@ -360,8 +360,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = document["rows"]
     if options.out:
         Path(options.out).write_text(json.dumps(document, indent=1) + "\n")
-    if options.plot and rows:
-        plot.draw(options.suite, rows, options.plot)
     if options.json:
         print(json.dumps(document, indent=1))
     else:
@@ -369,6 +367,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, why in document.get("missing", {}).items():
             print(f"not measured: {name}: {why}")
     sys.stdout.flush()
+    if options.plot and rows:
+        plot.draw(options.suite, rows, options.plot)
     return code or int(not rows)
 
 

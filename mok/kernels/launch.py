@@ -31,6 +31,7 @@ from mok.quantize import MX_ROW, Precision, Recipe, scale_shape
 from mok.schedule import local_experts
 
 POLLS_PER_SECOND = 1_000_000  # a reading of a signal takes about a microsecond
+MAX_STRIDE = 2**40  # bytes that the copy engine can step
 
 
 @dataclass(frozen=True)
@@ -179,13 +180,19 @@ def _rows(matrix: Tensor, block_rows: int, block_columns: int) -> TensorDescript
 
 
 def _pair(first: Tensor, second: Tensor, block_rows: int, block_columns: int) -> tuple[TensorDescriptor, int]:
-    """One descriptor of two matrices of the same shape, and 1 if the first one comes first; the other way round if it lies behind."""
+    """One descriptor of two matrices of the same shape, and 1 if the first one comes first; the other way round if it lies behind.
+
+    Copies both where no stride leads from one to the other: if they are the same memory, or too far apart.
+    """
     columns = first.shape[-1]
     if first.numel() == 0:
-        first = second = first.new_zeros(1, columns)
+        first, second = first.new_zeros(2, 1, columns)
     distance = (second.data_ptr() - first.data_ptr()) // first.element_size()
+    if not 0 < abs(distance) * first.element_size() < MAX_STRIDE:
+        first, second = torch.stack((first, second))
+        distance = first.numel()
     base, rows = (first, first.numel() // columns) if distance >= 0 else (second, first.numel() // columns)
-    strides = [abs(distance) or columns, columns, 1]
+    strides = [abs(distance), columns, 1]
     return TensorDescriptor(base.reshape(-1, columns), [2, rows, columns], strides, [2, block_rows, block_columns]), int(distance >= 0)
 
 

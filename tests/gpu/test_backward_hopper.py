@@ -111,20 +111,19 @@ SHARED_SIZES = {  # tokens, hidden, width, experts, K, width of the shared exper
 }
 
 
-@pytest.mark.parametrize("clamp", [None, 1.0])
-@pytest.mark.parametrize("name", SHARED_SIZES)
-def test_shared_experts(name, clamp):
+@pytest.mark.parametrize("saved_rows", [0, ALL_SAVED])
+@pytest.mark.parametrize(("name", "clamp"), [(name, 1.0 if i % 2 else None) for i, name in enumerate(SHARED_SIZES)])
+def test_shared_experts(name, clamp, saved_rows):
     *sizes, shared_width = SHARED_SIZES[name]
     problem = Problem(*sizes, masked=0.1, shared_width=shared_width, clamp=clamp, shared_clamp=clamp)
     d_y = make_d_y(problem)
     first = Group(problem, d_y, 1, ORDINARY).run()
     for plan in (BackwardPlan(), SMALL):
-        for saved_rows in (0, ALL_SAVED):
-            for ranks in (1, 2):
-                group = Group(problem, d_y, ranks, plan, saved_rows=saved_rows)
-                for repeat in range(5):
-                    want = first if ranks == 1 else without_shared(first)
-                    equal(group.run(delay=bool(repeat % 2)), want, (plan, saved_rows, ranks, repeat))
+        for ranks in (1, 2):
+            group = Group(problem, d_y, ranks, plan, saved_rows=saved_rows)
+            for repeat in range(5):
+                want = first if ranks == 1 else without_shared(first)
+                equal(group.run(delay=bool(repeat % 2)), want, (plan, ranks, repeat))
 
 
 NEEDS = [Needs(x=False), Needs(weights=False), Needs(experts=False, shared=False), Needs(False, True, False, False)]
@@ -158,7 +157,8 @@ def test_what_it_cannot_compute_the_ordinary_kernel_does(launches):
 
 
 def test_a_lost_task_is_reported_on_time():
-    """d_x waits for d_gate that no hidden task announces; no load is under way when the programs end, and the next call is right."""
+    """d_x and weights' gradients wait for what no hidden task announces; no load is under way when the programs end, and the next call is
+    right."""
     problem = Problem(400, 512, 384, 4, 2)
     d_y = make_d_y(problem)
     group = Group(problem, d_y, 1, timeout_s=2.0)
@@ -178,6 +178,6 @@ def test_a_lost_task_is_reported_on_time():
         group.one_rank(0)
     torch.cuda.synchronize()
     failure = workspace.memory.failure()
-    assert failure and memory.STATES[failure[0]["what"]] == "d_gate_ready"
+    assert failure and memory.STATES[failure[0]["what"]] in ("d_gate_ready", "group_ready"), failure
     workspace.memory.clear_failure()
     equal(group.run(), first, "after a failure")
