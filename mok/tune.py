@@ -31,7 +31,6 @@ import functools
 import json
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -158,9 +157,12 @@ def store(path: Path, key: Key, choice: dict[str, Any]) -> None:
     others = [entry for entry in found["entries"] if entry["key"] != vars(key)]
     found["entries"] = sorted([*others, {"key": vars(key), **choice}], key=lambda entry: json.dumps(entry["key"]))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        file.write(json.dumps(found, indent=1) + "\n")
-    os.replace(file.name, path)
+    written = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        written.write_text(json.dumps(found, indent=1) + "\n")
+        os.replace(written, path)
+    finally:
+        written.unlink(missing_ok=True)
 
 
 # ---- candidates ----
