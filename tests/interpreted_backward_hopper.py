@@ -64,7 +64,8 @@ def make_saved(problem: Problem, ranks: int, tiles: int) -> list[Saved]:
 
 
 def same_bits(problem: Problem, ranks: int, plan: BackwardPlan, saved_tiles: int = 64, clamp: float | None = None, kinds=KINDS) -> None:
-    """The bits of the ordinary kernel; and loads of some tasks begin before the task, of others not."""
+    """The bits of the ordinary kernel; and loads of some tasks begin before the task, of others not. kinds: with one program, so that
+    nobody is late, some of each."""
     d_y = make_d_y(problem)
     options = dict(clamp=clamp, shared_clamp=clamp, saved=make_saved(problem, ranks, saved_tiles), deadline_s=300.0)
     want = run(problem, d_y, ranks, replace(plan, prefetch=False), **options)
@@ -75,7 +76,7 @@ def same_bits(problem: Problem, ranks: int, plan: BackwardPlan, saved_tiles: int
     loaded = sum(count for (_, loaded, _), count in tasks.items() if loaded)
     assert loaded == sum(count for (*_, loads), count in tasks.items() if loads), tasks
     assert 0 < loaded < tasks.total(), tasks
-    for kind in kinds:
+    for kind in kinds * (plan.num_sms == 1):
         assert any(kind == found and loaded for found, loaded, _ in tasks), (kind, tasks)
 
 

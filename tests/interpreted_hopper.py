@@ -53,7 +53,7 @@ def case_bits():
 
 def case_shared_bits():
     """Likewise with shared experts, whose tiles are whole and whose rows lie in order."""
-    for ranks, programs, saved_rows in [(1, 3, None), (2, 2, 100)]:
+    for ranks, programs, saved_rows in [(1, 3, None), (2, 1, 100)]:
         same_bits(Problem(6, 150, 264, 264, 2, 1, shared_width=280), ranks, programs, saved_rows)
 
 
@@ -83,7 +83,7 @@ def same_bits(problem: Problem, ranks: int, programs: int, saved_rows: int | Non
     loaded = sum(count for (_, loaded, _), count in tasks.items() if loaded)
     assert loaded == sum(count for (*_, loads), count in tasks.items() if loads)
     assert 0 < loaded < tasks.total(), tasks
-    if problem.shared:
+    if problem.shared and programs == 1:  # nobody is late
         assert any(kind == SHARED_UP.value and loaded for kind, loaded, _ in tasks), tasks
         assert any(kind == SHARED_DOWN.value and loaded for kind, loaded, _ in tasks), tasks
 
