@@ -25,7 +25,7 @@ from mok.kernels.forward import forward_kernel
 from mok.kernels.forward_fp8 import forward_fp8_kernel
 from mok.kernels.forward_hopper import forward_hopper_kernel
 from mok.kernels.forward_mxfp8 import forward_mxfp8_kernel
-from mok.kernels.launch import ForwardPlan
+from mok.kernels.launch import OF_SHARED, ForwardPlan
 from mok.kernels.launch_mxfp8 import HOPPER_STAGES
 from mok.kernels.schedule import count_kernel, place_kernel, rows_kernel, scan_kernel
 from mok.kernels.signals import barrier_kernel
@@ -123,11 +123,12 @@ def compile_one(kernel, arch: int, constants: dict[str, object], num_warps: int 
     tile = {}
     if kernel.is_gluon():  # no arguments of these, but fixed
         tile = dict(BLOCK_M=PLAN.block_m, BLOCK_N=PLAN.block_n)
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: argument_type(name, {**tile, **constants}) for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.endswith(("_ptr", "_ptrs"))}
     if kernel.is_gluon():
         for name in signature:
-            if name.endswith("_desc"):
+            if name.endswith("_desc") and name not in constants:
                 rank = signature[name].count(",") + 1
                 layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
                 signature[name] = f"{signature[name][:-1]},{layout!r}>"
@@ -157,11 +158,16 @@ def compile_one(kernel, arch: int, constants: dict[str, object], num_warps: int 
     )  # fmt: skip
 
 
+def without(shared: int) -> dict[str, None]:
+    """Arguments that are missing where there are no shared experts."""
+    return {} if shared else dict.fromkeys(OF_SHARED)
+
+
 def forward(arch: int, hidden=7168, width=2048, shared=0, ranks=1, save=False, mxfp8=False) -> list[dict[str, object]]:
     constants = dict(
         H=hidden, I=width, S=shared, K=8, R=ranks, CLAMP=save, SHARED_CLAMP=save, SAVE=save, PARTS=PLAN.parts,
         BLOCK_M=PLAN.block_m, BLOCK_N=PLAN.block_n, BLOCK_K=PLAN.block_k, BLOCK_H=PLAN.block_h, THREADS=32 * PLAN.num_warps,
-        MXFP8=mxfp8, TRACE=False,
+        MXFP8=mxfp8, TRACE=False, **without(shared),
     )  # fmt: skip
     return [compile_one(forward_kernel, arch, constants, PLAN.num_warps, PLAN.num_stages)]
 
@@ -169,7 +175,7 @@ def forward(arch: int, hidden=7168, width=2048, shared=0, ranks=1, save=False, m
 def forward_hopper(hidden=7168, width=2048, shared=0, ranks=1, save=False) -> list[dict[str, object]]:
     constants = dict(
         H=hidden, I=width, S=shared, K=8, R=ranks, CLAMP=save, SHARED_CLAMP=save, SAVE=save, PARTS=PLAN.parts, BLOCK_H=PLAN.block_h,
-        TRACE=False,
+        TRACE=False, **without(shared),
     )  # fmt: skip
     return [compile_one(forward_hopper_kernel, 90, constants, PLAN.num_warps)]
 

@@ -384,6 +384,16 @@ def case_shared_and_clamp():
     assert_near(run(problem, d_y, 2, clamp=0.25), want)
 
 
+def case_one_matrix_for_gate_and_up():
+    """Gate and up may be one and the same tensor, of routed and of shared experts; each has a gradient of its own."""
+    problem = Problem(6, 40, 32, 32, 3, 2, masked=0.0, shared_width=32)
+    d_y, (gate, _, down) = make_d_y(problem), problem.shared
+    problem.up_EIH, problem.shared = problem.gate_EIH.clone(), (gate, gate.clone(), down)
+    want = expected(problem, d_y)
+    problem.up_EIH, problem.shared = problem.gate_EIH, (gate, gate, down)
+    assert_near(run(problem, d_y), want)
+
+
 def check_needs(run, problem, nothing: bool) -> None:
     """run(problem, d_y, ranks=1, ...) makes only what is asked for, with the same bits. nothing: asking for nothing is a call, too."""
     d_y = make_d_y(problem)

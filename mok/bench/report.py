@@ -36,10 +36,12 @@ def commit() -> str:
 
 
 def sources_sha256() -> str:
-    """sha256 over the package's tracked Python files (outside a repository: all), in the C order of their names, concatenated."""
-    files = _git("ls-files", "mok").split() or [str(p.relative_to(ROOT)) for p in (ROOT / "mok").rglob("*.py")]
+    """sha256 over the package's Python files (in a repository: but ignored ones), in the C order of their names, concatenated."""
+    known = _git("ls-files", "--cached", "--others", "--exclude-standard", "mok").split()
+    files = {Path(name) for name in known} or {path.relative_to(ROOT) for path in (ROOT / "mok").rglob("*.py")}
     digest = hashlib.sha256()
-    for name in sorted((f for f in files if f.endswith(".py")), key=lambda n: n.encode()):
+    present = (name for name in files if name.suffix == ".py" and (ROOT / name).is_file())  # the index may know deleted ones
+    for name in sorted(present, key=lambda name: name.as_posix().encode()):
         digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()
 

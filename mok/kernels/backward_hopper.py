@@ -472,8 +472,8 @@ def product_task(
     """A task whose loads run on into the next one's, its first step at q -> (the next task, its ticket, whether its first loads are under
     way, steps, what is left to be announced).
 
-    late: of the task before the tile whose hidden slice, and the group of which a task, is still to be announced, or -1. They are announced
-    in this task's first steps, which waits for nothing: only a task that has been loaded for gets any.
+    late: of the task before the tile whose hidden slice, and the group of which a task, is still to be announced, or -1. The slice is
+    announced behind this task's first product, the task before its last steps; it waits for nothing: only one loaded for gets any.
     """
     kind, tile, part, expert, group, at, depth, _ = task
     a_stages, b_stages, staging, barriers = places
@@ -770,8 +770,8 @@ def backward_hopper_kernel(
     PARTS: gl.constexpr, BLOCK_H: gl.constexpr,
     GATE_UPS: gl.constexpr, HIDDENS: gl.constexpr, SHARED_HIDDENS: gl.constexpr, TRACE: gl.constexpr,
 ):  # fmt: skip
-    """`backward.backward_kernel` of bf16 experts, whose gradients no sum is carried to or from and all tiles of which the copy engine
-    stores; H, I and, if not 0, S of more than AHEAD steps."""
+    """`backward.backward_kernel` of bf16 experts whose gradients are added to nothing and stored by the copy engine; H, I and, if not 0, S
+    of more than AHEAD steps."""
     ANY_WEIGHT: gl.constexpr = NEED_EXPERTS | NEED_SHARED
     x_ready_ptr = signals_ptr + 32
     gate_ready_ptr = x_ready_ptr + max_tiles

@@ -24,6 +24,7 @@ Legend: H hidden, I intermediate, S width of the shared experts, K choices per t
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from triton.experimental import gluon
@@ -509,15 +510,19 @@ def forward_hopper_kernel(
         note_end(trace_ptr)
 
 
+@functools.cache
+def layout_of(bits: int, rank: int) -> Any:
+    """How blocks of a descriptor lie in shared memory. Making one takes as long as making a descriptor."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=rank)
+
+
 def with_layouts(kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
     """A Gluon kernel's own arguments, of those of the ordinary kernel; descriptors know how their blocks lie in shared memory."""
     own = {name: args[name] for name in kernel.arg_names}
     for name, value in own.items():
         if name.endswith("_desc") and value is not None:
-            layout = gl.NVMMASharedLayout(
-                swizzle_byte_width=128, element_bitwidth=8 * value.base.element_size(), rank=len(value.block_shape)
-            )  # fmt: skip
-            own[name] = TensorDescriptor(value.base, list(value.shape), list(value.strides), list(value.block_shape), layout)
+            layout = layout_of(8 * value.base.element_size(), len(value.block_shape))
+            own[name] = TensorDescriptor(value.base, value.shape, value.strides, value.block_shape, layout)
     return own
 
 

@@ -322,6 +322,12 @@ def write_tasks(workspace: Workspace, args: dict[str, object], rows: DeviceSched
     )  # fmt: skip
 
 
+OF_SHARED = (
+    "shared_x_desc", "shared_h_desc", "half_shared_x_desc", "half_shared_h_desc", "store_shared_h_desc", "shared_gate_up_desc",
+    "shared_down_desc", "save_shared_gate_desc", "save_shared_up_desc",
+)  # fmt: skip
+
+
 def kernel_arguments(
     workspace: Workspace, rows: DeviceSchedule, x_TH: Tensor, gate_LIH: Tensor, up_LIH: Tensor, down_LHI: Tensor,
     shared: tuple[Tensor, Tensor, Tensor] | None, clamp: float | None, shared_clamp: float | None, saved_rows: int, save: bool,
@@ -343,13 +349,20 @@ def kernel_arguments(
     shared_out = shared_out_TH
     if shared_width and shared_out is None:
         shared_out = torch.empty(tokens, hidden, dtype=bf16, device=workspace.device)
-    shared_gate, shared_up, shared_down = shared if shared else (gate_LIH, up_LIH, down_LHI)
     saved = None
     if save:
         empty = lambda count, columns: torch.empty(count, columns, dtype=bf16, device=workspace.device)  # noqa: E731
         saved = Saved(*(empty(saved_rows, width) for _ in range(2)), *(empty(tokens, max(shared_width, 8)) for _ in range(2)))
     gate_up, gate_first = _pair(gate_LIH, up_LIH, n, k)
-    shared_gate_up, shared_gate_first = _pair(shared_gate, shared_up, n, k)
+    of_shared: dict[str, object] = dict.fromkeys(OF_SHARED) | dict(shared_gate_first=0)
+    if shared:
+        shared_gate_up, shared_gate_first = _pair(shared[0], shared[1], n, k)
+        of_shared = dict(
+            shared_x_desc=_rows(x_TH, m, k), shared_h_desc=_rows(shared_h, m, k), half_shared_x_desc=_rows(x_TH, m // 2, k),
+            half_shared_h_desc=_rows(shared_h, m // 2, k), store_shared_h_desc=_rows(shared_h, m, n), shared_gate_up_desc=shared_gate_up,
+            shared_down_desc=_next_rows(shared[2], n, k), save_shared_gate_desc=_rows(saved.shared_gate_TS if saved else h_ring, m, n),
+            save_shared_up_desc=_rows(saved.shared_up_TS if saved else h_ring, m, n), shared_gate_first=shared_gate_first,
+        )  # fmt: skip
     shared_tiles = triton.cdiv(tokens, m) if shared_width else 0
     signals = workspace.take("signals", (32 + 3 * tiles + shared_tiles,), torch.int32)
     ups, downs, shared_ups = triton.cdiv(width, n), triton.cdiv(hidden, 2 * n), triton.cdiv(shared_width, n)
@@ -368,13 +381,8 @@ def kernel_arguments(
         half_x_desc=_rows(x_ring, m // 2, k), half_h_desc=_rows(h_ring, m // 2, k), store_half_h_desc=_rows(h_ring, m // 2, n),
         save_half_gate_desc=_rows(saved.gate_CI if saved else h_ring, m // 2, n),
         save_half_up_desc=_rows(saved.up_CI if saved else h_ring, m // 2, n),
-        shared_x_desc=_rows(x_TH, m, k), shared_h_desc=_rows(shared_h, m, k),
-        half_shared_x_desc=_rows(x_TH, m // 2, k), half_shared_h_desc=_rows(shared_h, m // 2, k), store_shared_h_desc=_rows(shared_h, m, n),
-        shared_gate_up_desc=shared_gate_up, shared_down_desc=_next_rows(shared_down, n, k),
-        save_shared_gate_desc=_rows(saved.shared_gate_TS if saved else h_ring, m, n),
-        save_shared_up_desc=_rows(saved.shared_up_TS if saved else h_ring, m, n),
-        shared_out_ptr=shared_out if shared_width else x_ring,
-        signals_ptr=signals, max_tiles=tiles, ring=ring, tokens=tokens, gate_first=gate_first, shared_gate_first=shared_gate_first,
+        shared_out_ptr=shared_out if shared_width else x_ring, **of_shared,
+        signals_ptr=signals, max_tiles=tiles, ring=ring, tokens=tokens, gate_first=gate_first,
         saved_rows=saved_rows,
         trace_ptr=trace_record(workspace, most + 1, programs) if plan.trace else tasks,
         limit=float(clamp or 0.0), shared_limit=float(shared_clamp or 0.0), wait_limit=workspace.limit,

@@ -20,7 +20,7 @@ from mok.config import TILE_M
 from mok.kernels.backward import backward_kernel
 from mok.kernels.combine import combine
 from mok.kernels.groups import BLOCK_TICKETS, HEADER, RECORD, ROW, list_kernel, plan_kernel
-from mok.kernels.launch import Saved, Workspace, _pair, _rows, is_hopper, trace_record
+from mok.kernels.launch import MAX_STRIDE, Saved, Workspace, _pair, _rows, is_hopper, trace_record
 from mok.kernels.quantize import quantize_into
 from mok.kernels.schedule import DeviceSchedule
 from mok.quantize import MX_ROW, Block
@@ -117,10 +117,16 @@ class Tasks:
 
 
 def _planes(planes: tuple[Tensor, ...], block_rows: int, block_columns: int) -> TensorDescriptor:
-    """A descriptor of three dimensions: one matrix (leading dimensions joined), or two of the same shape, the one that lies first first."""
-    first = min(planes, key=lambda matrix: matrix.data_ptr())
+    """A descriptor of three dimensions: one matrix (leading dimensions joined), or two of the same shape, the one that lies first first.
+
+    Copies both where no stride leads from one to the other, as `_pair` does.
+    """
+    first, last = sorted((planes[0], planes[-1]), key=lambda matrix: matrix.data_ptr())
     columns = first.shape[-1]
-    distance = (max(matrix.data_ptr() for matrix in planes) - first.data_ptr()) // first.element_size()
+    distance = (last.data_ptr() - first.data_ptr()) // first.element_size()
+    if len(planes) == 2 and first.numel() and not 0 < distance * first.element_size() < MAX_STRIDE:
+        first, last = torch.stack((first, last))
+        distance = first.numel()
     flat = first.reshape(-1, columns)
     if flat.numel() == 0:
         flat, distance = first.new_zeros(1, columns), 0
@@ -378,7 +384,7 @@ def prepare(
             (d_y_ring, x_ring, d_gate_ring, d_up_ring, h_ring), (saved_gate, saved_up), to_experts,
             (shared_d_y, x_TH, d_gate, d_up, h) if shared else None, (saved.shared_gate_TS, saved.shared_up_TS), to_shared,
         )  # fmt: skip
-        pair, gate_first = _pair(gate_LIH, up_LIH, 128, 64) if recompute else (None, 1)
+        pair, gate_first = _pair(*(gate_up_again or (gate_LIH, up_LIH)), 128, 64) if recompute else (None, 1)
         kernel |= dict(half_x_desc=_planes((x_ring,), 64, 64) if recompute else None, gate_up_pair_desc=pair, gate_first=gate_first)
     return Call(
         order, kernel, None if main_grads else expert_grads, None if shared_main_grads else shared_grads, shared_d_x, ahead
