@@ -1,13 +1,22 @@
-"""Milliseconds of contestants that take turns, so that the card's temperature and its neighbours are shared."""
+"""Milliseconds of contestants that take turns, so that the card's temperature and its neighbours are shared.
+
+A card at its power limit takes tens of milliseconds to find the clock for a load, and runs the first calls after a hungrier contestant up
+to an eighth slower. So every turn begins with SETTLE_MS of calls that are not timed.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
+
+SETTLE_MS = 60.0
+MOST_SETTLING = 200  # calls
 
 
 def _device_times(run: Callable[[], object], count: int) -> list[float]:
@@ -28,6 +37,17 @@ def _host_times(run: Callable[[], object], count: int) -> list[float]:
     return [1e3 * (b - a) for a, b in itertools.pairwise(times)]
 
 
+def _settling(contestants: dict[str, Callable[[], object]], least: int, together: bool) -> dict[str, int]:
+    """How many calls of each take SETTLE_MS, but `least` to MOST_SETTLING; together: as many on every rank."""
+    if not torch.cuda.is_available():
+        return dict.fromkeys(contestants, least)
+    ms = [statistics.median(_device_times(run, 3)) for run in contestants.values()]
+    calls = torch.tensor([min(max(math.ceil(SETTLE_MS / max(each, 1e-3)), least), MOST_SETTLING) for each in ms], device="cuda")
+    if together and dist.is_initialized():
+        dist.all_reduce(calls, dist.ReduceOp.MAX)
+    return dict(zip(contestants, calls.tolist(), strict=True))
+
+
 def medians(
     contestants: dict[str, Callable[[], object]],
     repeats: int = 60,
@@ -36,7 +56,7 @@ def medians(
     align: Callable[[], object] | None = None,
 ) -> dict[str, float]:
     """Milliseconds of each, taken in turns of `round_of`, at most `repeats`: between CUDA events where there is a GPU, else by the host's
-    clock.
+    clock. A turn begins with untimed calls (module text).
 
     align: called before every turn; ranks meet there.
     """
@@ -47,13 +67,14 @@ def medians(
         for _ in range(warmup):
             run()
     settle()
+    settling = _settling(contestants, round_of // 2, align is not None)
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(-(-repeats // round_of)):
         for name, run in contestants.items():
             if align:
                 align()
                 settle()
-            for _ in range(round_of // 2):  # the card settles after the one before
+            for _ in range(settling[name]):
                 run()
             times[name] += (_device_times if cuda else _host_times)(run, round_of)
     return {name: statistics.median(values) for name, values in times.items()}
