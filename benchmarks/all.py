@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -53,10 +54,15 @@ class Results:
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
         with open(self.logs / f"{name}.log", "w+") as log:
+            process = subprocess.Popen([sys.executable, *command], env=environment, stdout=log, stderr=log, start_new_session=True)
             try:
-                code = subprocess.run([sys.executable, *command], env=environment, stdout=log, stderr=log, timeout=MOST_S).returncode
+                code = process.wait(MOST_S)
             except subprocess.TimeoutExpired:
                 code = 124
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)  # and its ranks
+                    process.wait()
             log.seek(0)
             text = log.read()
         self.done &= code == 0

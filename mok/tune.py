@@ -173,6 +173,15 @@ def automatic_run(rows: int, local_experts: int) -> int:
     return 4 if rows / local_experts <= 1024 else 1
 
 
+def _loads_run_on(key: Key) -> bool:
+    """Whether this machine's backward is the one of `backward_hopper.py`."""
+    if key.precision != "bf16" or not torch.cuda.is_available():
+        return False
+    from mok.kernels.launch_backward import BackwardPlan, runs_ahead
+
+    return runs_ahead(BackwardPlan(), torch.device("cuda"), (key.H, key.I), False, False)
+
+
 def waves(name: str, key: Key, num_sms: int) -> int:
     """Tiles of a group of so many waves of tasks in the backward's shortest phase."""
     per_tile = min(-(-key.I // BACKWARD_TILE), -(-key.H // BACKWARD_TILE))
@@ -187,6 +196,8 @@ def invalid(field: str, value: Any, key: Key, num_sms: int) -> str:
         return f"a minibatch of {value} tiles is more than all {key.most_tiles}"
     if field == "group_tiles" and value >= key.most_tiles:
         return f"a group of {value} tiles is all {key.most_tiles}, as without a limit"
+    if field == "run" and value and num_sms and _loads_run_on(key):
+        return "the backward whose loads run on over tasks makes one tile at a time"
     if field == "run" and value == automatic_run(key.T * key.K, key.local_experts):
         return f"a run of {value} tiles is what 0 means here"
     if field == "run" and value * BACKWARD_TILE > key.H:

@@ -336,10 +336,10 @@ def forward_main(shapes: dict[str, Shape], arguments: Sequence[str] | None = Non
         row, line = forward_row(name, problem, [TorchLayer(*problem.experts)], others, options.repeats, options.plans)
         print(line, flush=True)
         rows.append(row)
+        if options.out:  # what there is, should time run out
+            report.write(options.out, rows, options.commit)
         del problem
         _free()
-    if options.out:
-        report.write(options.out, rows, options.commit)
     return 0
 
 
@@ -365,7 +365,7 @@ def other_backwards(problem: OneDevice) -> dict[str, Callable[[], object]]:
 
 
 def backward_main(shapes: dict[str, Shape], arguments: Sequence[str] | None = None) -> int:
-    parser = _parser("benchmarks/backward.py", shapes, 40)
+    parser = _parser("benchmarks/backward.py", shapes, 50)
     parser.add_argument("--plans", type=json.loads, default={}, help="JSON: name -> fields of BackwardPlan")
     parser.add_argument("--parts", action="store_true", help="time each gradient alone, too")
     parser.add_argument("--saved", type=float, default=1.0, help="share of the rows whose gate and up were saved")
@@ -393,8 +393,8 @@ def backward_main(shapes: dict[str, Shape], arguments: Sequence[str] | None = No
             limit = "" if memory["limit_gib"] is None else f" of at most {memory['limit_gib']}"
             line += f"; memory {memory['gib']} GiB{limit}, torch {memory['baselines'][baseline.name]['gib']}"
         print(line, flush=True)
+        if options.out:
+            report.write(options.out, rows, options.commit)
         del problem
         _free()
-    if options.out:
-        report.write(options.out, rows, options.commit)
     return 0
