@@ -336,7 +336,7 @@ def case_trace():
     d_y = make_d_y(problem)
     launch_backward.publish(workspace, d_y, problem.x_TH, problem.weights_TK, MX_ROW)
     experts = (problem.gate_EIH, problem.up_EIH, problem.down_EHI)
-    saved, weights = torch_saved(problem, None, range(0), slice(0, 10), 2, 0), shared(problem.weights_TK)
+    saved, weights = torch_saved(problem, slice(0, 10)), shared(problem.weights_TK)
     plan = replace(TALL, trace=True)
     call = launch_backward_mxfp8.prepare(workspace, rows, saved, weights, *experts, MxTransposed.of(*experts), None, ALL, None, plan)
     share(workspace, call)
