@@ -6,20 +6,23 @@
     ranks    rows, signals and whole layers over all GPUs, if there are several   -> h200x2-comm.json, h200x2-ep.json, h200x2-overlap.json
     train    tokens per second beside torch's layer, and the digests of one and of all GPUs  -> h200-train.json
 
-Where there are several GPUs, `layer`, `formats` and `suites` run beside each other. Names begin with the GPU's. A command that fails or
-does not end in time leaves the older file alone, and the exit code is 1; what it printed is under --out/logs.
+Where there are several GPUs, the commands of `layer`, `formats` and `suites` run beside each other. Names begin with the GPU's. A command that
+fails or does not end in time adds no rows, a file without any stays as it was, and the exit code is 1; what was printed is under --out/logs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import queue
 import re
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,31 +85,46 @@ class Results:
 
 
 FORWARD, BACKWARD = ("benchmarks/layer.py", "--forward"), ("benchmarks/backward.py",)
+JOBS: dict[str, dict[str, tuple[str, ...]]] = {
+    "formats": {
+        f"{way}-{name}": (*command, "--precision", name)
+        for way, command in (("backward", BACKWARD), ("forward", FORWARD)) for name in ("fp8", "mxfp8")
+    },
+    "layer": {"backward": BACKWARD, "forward": FORWARD},
+    "suites": {suite: ("-m", "mok.bench.suites", suite, "--limit", f"{LIMIT_S:g}") for suite in SUITES},
+}  # fmt: skip
+"""What one GPU runs, by part; about the longest first."""
+SHARED = ("benchmarks/layer.py", "--shared", "--shapes", "kimi-k2-slice")
 
 
-def rows_of(results: Results, gpu: int, suite: str, commands: dict[str, tuple[str, ...]]) -> None:
-    """The rows of several commands in one file."""
-    made = [results.measure(name, None, *command, gpu=gpu) for name, command in commands.items()]
-    documents = [document for document in made if document is not None]
-    if documents:
-        whole = {**documents[0], "rows": [row for document in documents for row in document["rows"]]}
-        results.file(suite).write_text(json.dumps(whole, indent=1) + "\n")
+def alone(results: Results, parts: Sequence[str]) -> None:
+    """The jobs of these parts, which the GPUs take from one list, and the files they make."""
+    waiting: queue.SimpleQueue[tuple[str, tuple[str, ...]]] = queue.SimpleQueue()
+    made: dict[str, dict[str, Any] | None] = {}
+    for part, jobs in JOBS.items():
+        for job in jobs.items() if part in parts else ():
+            waiting.put(job)
 
+    def work(gpu: int) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                name, command = waiting.get_nowait()
+                made[name] = results.measure(name, None, *command, gpu=gpu)
 
-def layer(results: Results, gpu: int) -> None:
-    rows_of(results, gpu, "layer", {"forward": FORWARD, "backward": BACKWARD})
-    results.run("shared", "benchmarks/layer.py", "--shared", "--shapes", "kimi-k2-slice", gpu=gpu)
-
-
-def formats(results: Results, gpu: int) -> None:
-    commands = {f"forward-{name}": (*FORWARD, "--precision", name) for name in ("fp8", "mxfp8")}
-    commands |= {f"backward-{name}": (*BACKWARD, "--precision", name) for name in ("fp8", "mxfp8")}
-    rows_of(results, gpu, "formats", commands)
-
-
-def suites(results: Results, gpu: int) -> None:
-    for suite in SUITES:
-        results.measure(suite, results.file(suite), "-m", "mok.bench.suites", suite, "--limit", f"{LIMIT_S:g}", gpu=gpu)
+    threads = [threading.Thread(target=work, args=(gpu,)) for gpu in range(results.gpus)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if "layer" in parts:
+        results.run("shared", *SHARED, gpu=0)
+    for part, jobs in JOBS.items():
+        files = {suite: [suite] for suite in jobs} if part == "suites" else {part: list(jobs)}
+        for file, names in files.items():
+            documents = [document for name in names if (document := made.get(name))]
+            if documents:
+                whole = {**documents[0], "rows": [row for document in documents for row in document["rows"]]}
+                results.file(file).write_text(json.dumps(whole, indent=1) + "\n")
 
 
 def ranks(results: Results) -> None:
@@ -164,13 +182,7 @@ def main() -> int:
     os.chdir(ROOT)
     results = Results(options.out.resolve(), options.commit)
     print(f"{results.gpus} x {report.headline()}", flush=True)
-    one = [of for part, of in (("layer", layer), ("formats", formats), ("suites", suites)) if part in parts]
-    shares = [one[index :: results.gpus] for index in range(results.gpus)]  # each GPU's, one after the other
-    threads = [threading.Thread(target=lambda gpu=gpu: [of(results, gpu) for of in shares[gpu]]) for gpu in range(results.gpus)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    alone(results, parts)
     if "ranks" in parts and results.gpus > 1:
         ranks(results)
     if "train" in parts:
