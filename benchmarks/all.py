@@ -6,8 +6,9 @@
     ranks    rows, signals and whole layers over all GPUs, if there are several   -> h200x2-comm.json, h200x2-ep.json, h200x2-overlap.json
     train    tokens per second beside torch's layer, and the digests of one and of all GPUs  -> h200-train.json
 
-Where there are several GPUs, the commands of `layer`, `formats` and `suites` run beside each other. Names begin with the GPU's. A command that
-fails or does not end in time adds no rows, a file without any stays as it was, and the exit code is 1; what was printed is under --out/logs.
+Where there are several GPUs, the commands of `layer`, `formats` and `suites` run beside each other. Names begin with the GPU's. A command
+that fails or does not end in time adds no rows, a file without any stays as it was, and the exit code is 1; what was printed is under
+--out/logs.
 """
 
 from __future__ import annotations
