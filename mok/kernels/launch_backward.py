@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -132,6 +132,11 @@ def _planes(planes: tuple[Tensor, ...], block_rows: int, block_columns: int) -> 
         flat, distance = first.new_zeros(1, columns), 0
     shape = [len(planes), flat.shape[0], columns]
     return TensorDescriptor(flat, shape, [distance or columns, columns, 1], [1, block_rows, block_columns])
+
+
+def _unless(skip: bool, make: Callable[..., TensorDescriptor]) -> Callable[..., TensorDescriptor | None]:
+    """How a kernel's descriptors are made, or None for each of a kernel that is not launched: making one takes microseconds."""
+    return (lambda *_: None) if skip else make
 
 
 def count_tasks(plan: BackwardPlan, needs: Needs, hidden: int, width: int, shared_width: int, tokens: int) -> Tasks:
@@ -308,15 +313,15 @@ def prepare(
     to_experts = expert_grads or (nowhere,) * 3
     shared_d_x = torch.empty(tokens, hidden, dtype=bf16, device=device) if shared and needs.x else None
     to_shared = shared_grads or (nowhere,) * 3
-    a = lambda *planes: _planes(planes, m, k)  # noqa: E731
-    half = lambda *planes: _planes(planes, m // 2, k)  # noqa: E731
-    a_rows = lambda matrix: _rows(matrix, m, k)  # noqa: E731
-    a_t = lambda matrix: _rows(matrix, k, m)  # noqa: E731
+    a = _unless(ahead, lambda *planes: _planes(planes, m, k))
+    half = _unless(ahead, lambda *planes: _planes(planes, m // 2, k))
+    a_rows = _unless(ahead, lambda matrix: _rows(matrix, m, k))
+    a_t = _unless(ahead, lambda matrix: _rows(matrix, k, m))
     b = lambda *planes: _planes(planes, k, n)  # noqa: E731
-    b_rows = lambda matrix: _rows(matrix, k, n)  # noqa: E731
+    b_rows = _unless(ahead, lambda matrix: _rows(matrix, k, n))
     # A tile of a weight that sticks out of its expert must not reach the next one's.
     by_copy_engine = not accumulate and all(size % m == 0 for size in (hidden, width, shared_width))
-    out = lambda matrix: _rows(matrix if by_copy_engine else d_y_ring, m, plan.weight_store)  # noqa: E731
+    out = _unless(ahead, lambda matrix: _rows(matrix if by_copy_engine else d_y_ring, m, plan.weight_store))
     saved_gate, saved_up = (saved.gate_CI, saved.up_CI) if saved_tiles else (d_gate_ring, d_up_ring)
     addresses, own = memory.addresses, memory.own
 
