@@ -75,7 +75,9 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _main_grad(parameter: Tensor) -> Tensor | None:
     main = getattr(parameter, "main_grad", None)
-    return None if main is None or not parameter.requires_grad else _local(main)
+    if main is None or not parameter.requires_grad:
+        return None
+    return _local(main) if isinstance(main, Tensor) else main  # anything else is refused with all ranks
 
 
 @dataclass(frozen=True)
@@ -349,9 +351,12 @@ class SharedExperts(nn.Module):
 
         Raises:
             ValueError: a `main_grad` of another shape than its parameter, or not fp32 (or fp64).
+            TypeError: one that is no tensor.
         """
         mains = [_main_grad(matrix) for matrix in self.matrices]
         for name, matrix, main in zip(("gate_SH", "up_SH", "down_HS"), self.matrices, mains, strict=True):
+            if main is not None and not isinstance(main, Tensor):
+                raise TypeError(f"shared.{name}.main_grad is a {type(main).__name__}: must be a tensor")
             if main is not None and (main.shape != matrix.shape or main.dtype not in (torch.float32, torch.float64)):
                 wanted = f"torch.float32 {tuple(matrix.shape)}"
                 raise ValueError(f"shared.{name}.main_grad is {main.dtype} {tuple(main.shape)}: must be {wanted}")

@@ -88,6 +88,8 @@ def check(
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: must be {expected} ({here}; H is that of x)")
         if tensor.dtype != x.dtype:
             raise TypeError(f"{name} has dtype {tensor.dtype}: must be that of x, {x.dtype}")
+        if main is not None and not isinstance(main, Tensor):
+            raise TypeError(f"{name}.main_grad is a {type(main).__name__}: must be a tensor")
         if main is not None and (main.shape != tensor.shape or main.dtype not in (torch.float32, torch.float64)):
             raise ValueError(f"{name}.main_grad is {main.dtype} {tuple(main.shape)}: must be torch.float32 {tuple(tensor.shape)}")
     if shared is not None and (shared.shape != x.shape or not shared.dtype.is_floating_point):

@@ -132,13 +132,17 @@ def one_odd_call(group, case, batch):
             mok.moe(x, ids.view(2, -1, 2) if odd else ids, weights, *experts, num_experts=8, group=group, tuning=QUICK)
         elif case == "integers":
             layer(torch.ones(3, 32, dtype=torch.int64) if odd else x[:, :32])
+        elif case == "main_grad":
+            if odd:
+                layer.up_EIH.main_grad = [0.0]
+            layer(x[:, :32])
         raise AssertionError("accepted")
     except (ValueError, TypeError) as error:
         first = (type(error).__name__, str(error))
     return first, step(group, batch)
 
 
-@pytest.mark.parametrize("case", ["not a tensor", "no choices", "num_experts", "leading shape", "integers"])
+@pytest.mark.parametrize("case", ["not a tensor", "no choices", "num_experts", "leading shape", "integers", "main_grad"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_one_rank_is_given_all_hear_of_it(kind, case):
     batch = Batch.random()
