@@ -5,11 +5,7 @@ Run alone: TRITON_INTERPRET=1 python tests/interpreted_hopper.py [case ...]
 
 from __future__ import annotations
 
-import collections
-import os
 import sys
-import tempfile
-from unittest import mock
 
 # isort: off
 from interpreted_cases import Problem, run_layer  # before triton: sets TRITON_INTERPRET
@@ -17,30 +13,22 @@ from interpreted_cases import Problem, run_layer  # before triton: sets TRITON_I
 # isort: on
 import torch
 from interpret import run_cases
-from interpret_gluon import interpreted, plain
+from interpret_gluon import Told, expect_found, interpreted
 
 from mok.kernels import forward_hopper
 from mok.kernels.launch import ForwardPlan
 from mok.kernels.tasks import SHARED_DOWN, SHARED_UP, UP
 
-TOLD = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - the programs are processes
+TOLD = Told()
 
 
 def note(name: str, arguments: tuple, result: tuple) -> None:
     """Of every task that multiplies: its kind, whether it had been loaded for, and whether it loaded for the next one."""
     if name == "expert_task":
-        os.write(TOLD.fileno(), bytes([plain(arguments[0]), plain(arguments[5]), plain(result[1])]))
+        TOLD.add(arguments[0], arguments[5], result[1])
 
 
 KERNEL = interpreted(forward_hopper, note=note)["forward_hopper_kernel"]
-
-
-def told() -> collections.Counter:
-    end = TOLD.tell()
-    TOLD.seek(0)
-    data = TOLD.read(end)
-    TOLD.seek(0)
-    return collections.Counter(tuple(data[i : i + 3]) for i in range(0, len(data), 3))
 
 
 def case_bits():
@@ -63,7 +51,7 @@ def same_bits(problem: Problem, ranks: int, programs: int, saved_rows: int | Non
     clamp = 1.0 if saved_rows else None
     options = dict(plan=plan, saved_rows=saved_rows, clamp=clamp, shared_clamp=clamp, deadline_s=300.0)
     want, schedules, kept = run_layer(problem, ranks, **options)
-    told()
+    TOLD.take()
     got, _, kept_too = run_layer(problem, ranks, **options, kernel=KERNEL, max_delay_s=0.01)
     assert torch.equal(got, want), (got != want).nonzero()[0].tolist()
     for one, other in zip(kept_too, kept, strict=True):
@@ -76,7 +64,7 @@ def same_bits(problem: Problem, ranks: int, programs: int, saved_rows: int | Non
     if problem.shared:
         shared_ups = -(-problem.shared[0].shape[0] // 128)
         shared_tiles = sum(-(-(part.stop - part.start) // 128) for part in problem.split(ranks))
-    tasks = told()
+    tasks = TOLD.take()
     for kind, count in {UP: tiles * ups, SHARED_UP: shared_tiles * shared_ups, SHARED_DOWN: shared_tiles * downs}.items():
         assert sum(n for (found, *_), n in tasks.items() if found == kind.value) == count, tasks
     assert tasks.total() == tiles * (ups + downs) + shared_tiles * (shared_ups + downs), tasks
@@ -93,14 +81,8 @@ def case_faults():
     problem = Problem(4, 64, 264, 264, 1, 1)
     plan = ForwardPlan(num_sms=1, minibatch_tiles=2, ring_tiles=4)
     run_layer(problem, 1, plan, kernel=KERNEL)
-    for changed in (dict(AHEAD=4), dict(finish_copy_engine_stores=lambda token: None)):
-        with mock.patch.multiple(forward_hopper, **changed):
-            try:
-                run_layer(problem, 1, plan, kernel=KERNEL)
-            except RuntimeError as error:
-                assert "a program failed" in str(error)
-            else:
-                raise AssertionError(f"{changed}: not found")
+    changes = (dict(AHEAD=4), dict(finish_copy_engine_stores=lambda token: None))
+    expect_found(forward_hopper, changes, lambda: run_layer(problem, 1, plan, kernel=KERNEL))
 
 
 if __name__ == "__main__":
