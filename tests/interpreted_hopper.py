@@ -34,7 +34,7 @@ KERNEL = interpreted(forward_hopper, note=note)["forward_hopper_kernel"]
 def case_bits():
     """The bits of the ordinary kernel: one rank and two, several programs, whole and half tiles, rings used again, steps that are not full,
     the fewest steps, gate and up saved; and loads of some tasks begin before the task, of others not."""
-    sizes = [(150, 264, 320, 2, 2, 2, 1, 100), (160, 320, 264, 3, 2, 1, 3, None)]
+    sizes = [(150, 456, 512, 2, 2, 2, 1, 100), (160, 512, 456, 3, 2, 1, 3, None)]
     for seed, (tokens, hidden, width, experts, top_k, ranks, programs, saved_rows) in enumerate(sizes):
         same_bits(Problem(seed, tokens, hidden, width, experts, top_k), ranks, programs, saved_rows)
 
@@ -42,7 +42,7 @@ def case_bits():
 def case_shared_bits():
     """Likewise with shared experts, whose tiles are whole and whose rows lie in order."""
     for ranks, programs, saved_rows in [(1, 3, None), (2, 1, 100)]:
-        same_bits(Problem(6, 150, 264, 264, 2, 1, shared_width=280), ranks, programs, saved_rows)
+        same_bits(Problem(6, 150, 456, 456, 2, 1, shared_width=472), ranks, programs, saved_rows)
 
 
 def same_bits(problem: Problem, ranks: int, programs: int, saved_rows: int | None) -> None:
@@ -78,7 +78,7 @@ def same_bits(problem: Problem, ranks: int, programs: int, saved_rows: int | Non
 
 def case_faults():
     """A ring with one stage too few and a store that nothing finishes are found."""
-    problem = Problem(4, 64, 264, 264, 1, 1)
+    problem = Problem(4, 64, 456, 456, 1, 1)
     plan = ForwardPlan(num_sms=1, minibatch_tiles=2, ring_tiles=4)
     run_layer(problem, 1, plan, kernel=KERNEL)
     changes = (dict(AHEAD=4), dict(finish_copy_engine_stores=lambda token: None))

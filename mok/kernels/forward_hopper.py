@@ -2,12 +2,13 @@
 
 The same tasks, signals, rows and bits. A step's operands, 64 columns of 128 rows and of 2 x 128 rows of a pair, lie in one of STAGES
 stages; loads run AHEAD = STAGES - 1 steps ahead of the products. In a task's last AHEAD steps the stages that become free receive the
-next task's first operands, if what it reads is there already by one reading of its signals. So they arrive while this task's results are
-stored, and the next task begins with products. What such a task has to announce is announced in the next one's first steps, when its
-stores are long complete.
+next task's first operands, if what it reads is there already by one reading of its signals. Then the next task begins with products, and
+this one's results, rounded, are held in registers: the next one's first EARLY steps, while the tensor cores multiply, also apply the SwiGLU
+to them, store or push them, and announce them. A task behind which nothing is loaded finishes its results at once.
 
-    steps of task n    ..  K-3   K-2   K-1  | results stored, announced |   0     1     2   ..
-    loads begun        ..  0'    1'    2'   |                           |   3'    4'    5'  ..
+    steps of task n    ..  K-3   K-2   K-1  |  0     1     2     3     4   ..
+    loads begun        ..  0'    1'    2'   |  3'    4'    5'    6'    7'  ..
+    results of n                    rounded |  stored ..         announced
 
 Steps are counted over all tasks of a program: step q uses stage q % STAGES, whose barrier is then in phase q // STAGES. A task that begins
 at q puts its step i at q + i, whoever begins the load. So one bit says all about a task's first loads: they are under way, or its begin has
@@ -33,8 +34,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mok.kernels.dispatch import find_tokens
-from mok.kernels.experts import in_order, rounded_halves, rounded_pairs, swiglu
+from mok.kernels.experts import gated, in_order, packed, rounded_halves, rounded_pairs, swiglu, unpacked
 from mok.kernels.forward import needs, wait_for_inputs
+from mok.kernels.gradients import slices
 from mok.kernels.signals import announce, finish_copy_engine_stores, order_copy_engine, peer_address
 from mok.kernels.tasks import DOWN, END, NOTHING, PULL, SHARED_DOWN, SHARED_UP, UP, find, unpack
 from mok.kernels.trace import BEGIN, COMPUTED, DONE, READY, note, note_begin, note_end
@@ -50,10 +52,12 @@ TILE = gl.constexpr(128)  # rows of a tile; rows of one matrix of a pair
 STEP = gl.constexpr(64)  # columns of a step
 STAGES = gl.constexpr(4)
 AHEAD = gl.constexpr(3)
-EARLY = gl.constexpr(2)  # steps of a task before the one before it is announced
+EARLY = gl.constexpr(5)  # steps of a task in which the one before it is finished
+OUT = gl.constexpr(8)  # added to the kind of a held task whose results are on their way already
 THREADS = gl.constexpr(256)
 
 ROWS_IN_SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+PAIRS_IN_SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))  # the bytes of ROWS_IN_SHARED
 PAIR_IN_SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 PULLED = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 2], [1, 0]))
@@ -166,11 +170,11 @@ def store_tile(value, desc, row, column, staging, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def store_hidden(
-    total, gate_first, h_desc, gate_desc, up_desc, ring_row, row, column, saved_rows, limit, staging,
-    CLAMP: gl.constexpr, SAVE: gl.constexpr, ROWS: gl.constexpr,
+def store_half_hidden(
+    total, gate_first, h_desc, gate_desc, up_desc, ring_row, row, column, saved_rows, limit, staging, CLAMP: gl.constexpr, SAVE: gl.constexpr
 ):  # fmt: skip
-    """`experts.store_hidden`: h, and gate and up of the first saved_rows rows. h's store is not finished."""
+    """`experts.store_hidden` of half a tile, whose other half is padding. h's store is not finished."""
+    ROWS: gl.constexpr = TILE // 2
     first, second = halves(total, staging, ROWS)
     gate, up = in_order(first, second, gate_first)
     if SAVE:
@@ -179,13 +183,154 @@ def store_hidden(
             tma.store_wait(0)
             store_tile(up, up_desc, row, column, staging, ROWS)
             tma.store_wait(0)
-            if ROWS < TILE:
-                padding = gl.full([ROWS, TILE], 0, gl.bfloat16, PUSHED)
-                store_tile(padding, gate_desc, row + ROWS, column, staging, ROWS)
-                copy_out(up_desc, [row + ROWS, column], staging.slice(0, ROWS))
-                tma.store_wait(0)
+            store_tile(gl.full([ROWS, TILE], 0, gl.bfloat16, PUSHED), gate_desc, row + ROWS, column, staging, ROWS)
+            copy_out(up_desc, [row + ROWS, column], staging.slice(0, ROWS))
+            tma.store_wait(0)
     hidden = rounded_pairs(swiglu(gate, up, limit, CLAMP))
     store_tile(hidden, h_desc, ring_row, column, staging, ROWS)
+
+
+@gluon.jit
+def finish_hidden(
+    i: gl.constexpr, first, second, gate_first, h_desc, gate_desc, up_desc, ring_row, row, column, saved_rows, limit, staging,
+    CLAMP: gl.constexpr, SAVE: gl.constexpr,
+):  # fmt: skip
+    """Step i of `experts.store_hidden` for a whole tile, in an order of four steps with a barrier before each. h's store is not finished."""
+    FIRST: gl.constexpr = 2 if SAVE else 0
+    gate = gl.where(gate_first != 0, first, second)
+    up = gl.where(gate_first != 0, second, first)
+    pairs = reinterpret(staging, gl.int32, [TILE, TILE // 2], PAIRS_IN_SHARED)
+    if SAVE:
+        if row < saved_rows:
+            if i == 0:
+                pairs.store(gate)
+                fence_async_shared()
+            elif i == 1:
+                copy_out(gate_desc, [row, column], staging)
+                tma.store_wait(0)
+                thread_barrier()
+                pairs.store(up)
+                fence_async_shared()
+            elif i == 2:
+                copy_out(up_desc, [row, column], staging)
+                tma.store_wait(0)
+                thread_barrier()
+    if (i == FIRST) | (i == FIRST + 1):
+        gates = slices(gate, TILE, TILE // 2, TILE // 4)
+        ups = slices(up, TILE, TILE // 2, TILE // 4)
+        gate_low, gate_high = unpacked(gates[i - FIRST])
+        up_low, up_high = unpacked(ups[i - FIRST])
+        hidden = packed(gated(gate_low, up_low, limit, CLAMP), gated(gate_high, up_high, limit, CLAMP))
+        pairs.slice((i - FIRST) * (TILE // 4), TILE // 4, dim=1).store(hidden)
+        if i == FIRST + 1:
+            fence_async_shared()
+            thread_barrier()
+            copy_out(h_desc, [ring_row, column], staging)
+
+
+@gluon.jit
+def nowhere():
+    none = gl.full([TILE], -1, gl.int32, gl.SliceLayout(1, PUSHED))
+    return none, none
+
+
+@gluon.jit
+def find_rows(state, tile, tokens, peer_rank_ptr, peer_token_idx_ptr, S: gl.constexpr):
+    """Where the rows of a held down task's tile go: the slot of each, -1 for padding, and the rank it is on. For others, nowhere."""
+    rows = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, PUSHED))
+    routed = (rows >= 0) & (state == DOWN)
+    source = gl.load(peer_rank_ptr + rows, mask=routed, other=-1)
+    slot = gl.where(source >= 0, gl.load(peer_token_idx_ptr + rows, mask=routed, other=0), -1)
+    if S > 0:
+        slot = gl.where((state == SHARED_DOWN) & (rows < tokens), rows, slot)
+    return slot, source
+
+
+@gluon.jit
+def push_rows(
+    y, slot, source, kind, column, combine_ptr, combine_ptrs, shared_out_ptr, H: gl.constexpr, R: gl.constexpr, S: gl.constexpr
+):  # fmt: skip
+    """Store a bf16 tile row by row to where `find_rows` says."""
+    if R == 1:
+        to = combine_ptr + slot.to(gl.int64) * H
+    else:
+        to = peer_address(combine_ptrs, gl.maximum(source, 0), gl.bfloat16) + slot.to(gl.int64) * H
+    if S > 0:
+        if kind == SHARED_DOWN:
+            to = shared_out_ptr + slot.to(gl.int64) * H
+    columns = column + gl.arange(0, TILE, gl.SliceLayout(0, PUSHED))
+    gl.store(to[:, None] + columns[None, :], y, mask=(slot >= 0)[:, None] & (columns < H)[None, :])
+
+
+@gluon.jit
+def finish_pushes(
+    i: gl.constexpr, first, second, slot, source, kind, column, staging, combine_ptr, combine_ptrs, shared_out_ptr,
+    H: gl.constexpr, R: gl.constexpr, S: gl.constexpr,
+):  # fmt: skip
+    """Step i of the push of a whole tile's two slices, likewise."""
+    pairs = reinterpret(staging, gl.int32, [TILE, TILE // 2], PAIRS_IN_SHARED)
+    if i == 0:
+        pairs.store(first)
+    elif i == 1:
+        push_rows(staging.load(PUSHED), slot, source, kind, column, combine_ptr, combine_ptrs, shared_out_ptr, H, R, S)
+        thread_barrier()
+        pairs.store(second)
+    elif i == 2:
+        push_rows(staging.load(PUSHED), slot, source, kind, column + TILE, combine_ptr, combine_ptrs, shared_out_ptr, H, R, S)
+
+
+@gluon.jit
+def finish_step(
+    i: gl.constexpr, held, slot, source, hidden_descs, shared_descs, staging, shared_out_ptr, combine_ptr, combine_ptrs,
+    h_ready_ptr, h_free_ptr, shared_h_ready_ptr, ring, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
+    H: gl.constexpr, R: gl.constexpr, S: gl.constexpr, CLAMP: gl.constexpr, SHARED_CLAMP: gl.constexpr, SAVE: gl.constexpr,
+):  # fmt: skip
+    """Step i of EARLY of what a held task has left to be done. A barrier stands before each."""
+    state, tile, part, results = held
+    first, second = slices(results, TILE, TILE, TILE // 2)
+    kind = state & (OUT - 1)
+    row = tile * TILE
+    if i == EARLY - 1:
+        finish_copy_engine_stores(tile)
+    if S > 0:
+        if kind == SHARED_UP:
+            h_desc, gate_desc, up_desc = shared_descs
+            finish_hidden(
+                i, first, second, shared_gate_first, h_desc, gate_desc, up_desc, row, row, part * TILE, tokens, shared_limit, staging,
+                SHARED_CLAMP, SAVE,
+            )  # fmt: skip
+            if i == EARLY - 1:
+                announce(shared_h_ready_ptr + tile)
+    if kind == UP:
+        if state == UP:
+            h_desc, gate_desc, up_desc = hidden_descs
+            finish_hidden(
+                i, first, second, gate_first, h_desc, gate_desc, up_desc, (tile % ring) * TILE, row, part * TILE, saved_rows, limit,
+                staging, CLAMP, SAVE,
+            )  # fmt: skip
+        if i == EARLY - 1:
+            announce(h_ready_ptr + tile)
+    if kind == DOWN:
+        if i == 0:  # h was read; a signal behind the pushes would wait for them
+            finish_copy_engine_stores(tile)
+            announce(h_free_ptr + tile)
+    if (state == DOWN) | (state == SHARED_DOWN):
+        column = gl.minimum(part * (2 * TILE), H - 2 * TILE)
+        finish_pushes(
+            i, first, second, slot, source, kind, column, staging, combine_ptr, combine_ptrs, shared_out_ptr, H, R, S
+        )  # fmt: skip
+
+
+@gluon.jit
+def in_pairs(total):
+    """Sums [128, 256], rounded to bf16, as int32 [128, 128] of two neighbours each: what is carried from task to task stays so in registers."""
+    low, high = gl.split(gl.reshape(total, [TILE, TILE, 2]))
+    return packed(low, high)
+
+
+@gluon.jit
+def nothing_held(zero):
+    return zero, zero, zero, in_pairs(gl.zeros([TILE, 2 * TILE], gl.float32, WHOLE_SUMS))
 
 
 @gluon.jit
@@ -307,19 +452,18 @@ def answer(
 
 @gluon.jit
 def expert_task(
-    kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks,
-    x_desc, h_desc, gate_up_desc, down_desc, store_h_desc, save_gate_desc, save_up_desc,
-    half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc,
-    store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc,
+    kind, tile, part, expert, q, loaded, held, ticket, taken, lanes, tasks_ptr, num_tasks,
+    x_desc, h_desc, gate_up_desc, down_desc, store_h_desc, save_gate_desc, save_up_desc, hidden_descs,
+    half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, shared_descs,
     a_stages, b_stages, staging, barriers, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
     x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
-    ring, max_tiles, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
+    ring, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
     H: gl.constexpr, I: gl.constexpr, S: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, SHARED_CLAMP: gl.constexpr,
     SAVE: gl.constexpr, PARTS: gl.constexpr, UPS: gl.constexpr, DOWNS: gl.constexpr, SHARED_UPS: gl.constexpr, ROWS: gl.constexpr,
     TRACE: gl.constexpr,
 ):  # fmt: skip
-    """An up or down task over the first ROWS rows of a tile, its first step at q. unannounced: from h_ready on, what the task before it has
-    left to be announced, or -1. -> (the next task, whether its first loads are under way, what is left to be announced, steps)."""
+    """An up or down task over the first ROWS rows of a tile, its first step at q. held: what the task before it has left to be finished
+    (state, tile, part, `in_pairs`). -> (the next task, whether its first loads are under way, what this one holds, steps)."""
     SUMS: gl.constexpr = WHOLE_SUMS if ROWS == TILE else HALF_SUMS
     row = tile * TILE
     SHARED: gl.constexpr = (S > 0) & (ROWS == TILE)  # of a shared expert every tile is whole
@@ -331,12 +475,17 @@ def expert_task(
         for i in gl.static_range(AHEAD):
             begin_load(a_desc, b_desc, a_row, b_row, i, q + i, a_stages, b_stages, barriers, ROWS)
     total = gl.zeros([ROWS, 2 * TILE], gl.float32, SUMS)
+    slot, source = nowhere()
     for i in gl.static_range(EARLY):
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS, i == 0)
         begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
-    finish_copy_engine_stores(tile)
-    if unannounced >= 0:
-        announce(h_ready_ptr + unannounced)
+        if i == 0:
+            slot, source = find_rows(held[0], held[1], tokens, peer_rank_ptr, peer_token_idx_ptr, S)
+        finish_step(
+            i, held, slot, source, hidden_descs, shared_descs, staging, shared_out_ptr, combine_ptr, combine_ptrs,
+            h_ready_ptr, h_free_ptr, shared_h_ready_ptr, ring, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
+            H, R, S, CLAMP, SHARED_CLAMP, SAVE,
+        )  # fmt: skip
     last = steps - AHEAD
     look = gl.maximum(last - 4, EARLY)
     turn = gl.maximum(last - 2, EARLY)
@@ -362,10 +511,8 @@ def expert_task(
         next_kind, next_tile, next_part, next_expert, ring, x_desc, h_desc, gate_up_desc, down_desc,
         half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, H, I, S,
     )  # fmt: skip
-    slots, source = find_slots(peer_rank_ptr, peer_token_idx_ptr, combine_ptr, combine_ptrs, row, kind == DOWN, H, R, ROWS)
-    if SHARED:
-        if kind == SHARED_DOWN:
-            slots, source = find_outputs(shared_out_ptr, row, tokens, H, ROWS)
+    if ROWS < TILE:
+        slots, sources = find_slots(peer_rank_ptr, peer_token_idx_ptr, combine_ptr, combine_ptrs, row, kind == DOWN, H, R, ROWS)
     for i in range(last, steps):
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
         if load_next:
@@ -377,39 +524,33 @@ def expert_task(
     total = warpgroup_mma_wait(0, deps=[total])
     if TRACE:
         note(trace_ptr, ticket, COMPUTED)
-    unannounced = q * 0 - 1
-    if SHARED:
-        if kind == SHARED_UP:
-            store_hidden(
-                total, shared_gate_first, store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc, row, row, part * TILE, tokens,
-                shared_limit, staging, SHARED_CLAMP, SAVE, ROWS,
+    if ROWS == TILE:
+        results = in_pairs(total)
+        state = kind
+    else:
+        _, _, _, results = nothing_held(q * 0)
+        if kind == UP:
+            store_half_hidden(
+                total, gate_first, store_h_desc, save_gate_desc, save_up_desc, a_row, row, part * TILE, saved_rows, limit, staging,
+                CLAMP, SAVE,
             )  # fmt: skip
-            if load_next:
-                unannounced = tile + 2 * max_tiles
-            else:
-                finish_copy_engine_stores(tile)
-                announce(shared_h_ready_ptr + tile)
-    if kind == UP:
-        store_hidden(
-            total, gate_first, store_h_desc, save_gate_desc, save_up_desc, a_row, row, part * TILE, saved_rows, limit, staging,
-            CLAMP, SAVE, ROWS,
-        )  # fmt: skip
-        if load_next:
-            unannounced = tile
         else:
-            finish_copy_engine_stores(tile)
-            announce(h_ready_ptr + tile)
-    elif kind != SHARED_UP:
-        column = gl.minimum(part * (2 * TILE), H - 2 * TILE)
-        ab, ac = halves(total, staging, ROWS)
-        if kind == DOWN:
-            if load_next:
-                unannounced = tile + max_tiles
-            else:
-                announce(h_free_ptr + tile)
-        push_to_slots(by_rows(ab, staging, ROWS), slots, source, column, H)
-        push_to_slots(by_rows(ac, staging, ROWS), slots, source, column + TILE, H)
-    return task, load_next.to(gl.int32), unannounced, steps
+            column = gl.minimum(part * (2 * TILE), H - 2 * TILE)
+            ab, ac = halves(total, staging, ROWS)
+            push_to_slots(ab, slots, sources, column, H)
+            push_to_slots(ac, slots, sources, column + TILE, H)
+        state = kind + OUT
+    if load_next == 0:
+        slot, source = find_rows(state, tile, tokens, peer_rank_ptr, peer_token_idx_ptr, S)
+        for j in gl.static_range(EARLY):
+            thread_barrier()
+            finish_step(
+                j, (state, tile, part, results), slot, source, hidden_descs, shared_descs, staging, shared_out_ptr,
+                combine_ptr, combine_ptrs, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, ring, tokens, saved_rows, gate_first,
+                shared_gate_first, limit, shared_limit, H, R, S, CLAMP, SHARED_CLAMP, SAVE,
+            )  # fmt: skip
+        state = state * 0
+    return task, load_next.to(gl.int32), (state, tile, part, results), steps
 
 
 @gluon.jit(do_not_specialize=["rank", "max_tiles", "ring", "tokens", "saved_rows", "gate_first", "shared_gate_first", "wait_limit"])
@@ -450,7 +591,9 @@ def forward_hopper_kernel(
         note_begin(trace_ptr)
     q = num_tasks * 0  # steps begun by this program
     loaded = num_tasks * 0  # whether the task's first loads are under way,
-    unannounced = num_tasks * 0 - 1  # and the signal, counted from h_ready, that the task before it left to be announced, or -1
+    held = nothing_held(num_tasks * 0)  # and what the task before it has left to be finished
+    hidden_descs = (store_h_desc, save_gate_desc, save_up_desc)
+    shared_descs = (store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc)
     while (task & 7) != END:
         taken = gl.atomic_add(signals_ptr + lanes, ones, mask=lanes == 0, sem="relaxed", scope="gpu")
         if TRACE:
@@ -458,7 +601,6 @@ def forward_hopper_kernel(
         kind, tile, part, expert, half = unpack(task)
         ok = loaded != 0
         if loaded == 0:
-            finish_copy_engine_stores(tile)
             ok = wait_for_inputs(
                 kind, tile, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, control_ptrs, rank, ring, wait_limit,
                 R, PARTS, UPS, DOWNS, SHARED_UPS,
@@ -478,28 +620,28 @@ def forward_hopper_kernel(
                 finish_copy_engine_stores(tile)
                 announce(x_ready_ptr + tile)
                 task = of_lane_0(following)
+                held = nothing_held(q * 0)
             elif kind == NOTHING:
                 task = of_lane_0(find(tasks_ptr, taken, num_tasks, lanes))
+                held = nothing_held(q * 0)
             elif half != 0:
-                task, loaded, unannounced, steps = expert_task(
-                    kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks,
-                    half_x_desc, half_h_desc, gate_up_desc, down_desc, store_half_h_desc, save_half_gate_desc, save_half_up_desc,
-                    half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc,
-                    store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc,
+                task, loaded, held, steps = expert_task(
+                    kind, tile, part, expert, q, loaded, held, ticket, taken, lanes, tasks_ptr, num_tasks,
+                    half_x_desc, half_h_desc, gate_up_desc, down_desc, store_half_h_desc, save_half_gate_desc, save_half_up_desc, hidden_descs,
+                    half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, shared_descs,
                     a_stages, b_stages, staging, barriers, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
                     x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
-                    ring, max_tiles, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
+                    ring, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
                     H, I, S, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, UPS, DOWNS, SHARED_UPS, TILE // 2, TRACE,
                 )  # fmt: skip
             else:
-                task, loaded, unannounced, steps = expert_task(
-                    kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks,
-                    half_x_desc, half_h_desc, gate_up_desc, down_desc, store_h_desc, save_gate_desc, save_up_desc,
-                    half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc,
-                    store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc,
+                task, loaded, held, steps = expert_task(
+                    kind, tile, part, expert, q, loaded, held, ticket, taken, lanes, tasks_ptr, num_tasks,
+                    half_x_desc, half_h_desc, gate_up_desc, down_desc, store_half_h_desc, save_half_gate_desc, save_half_up_desc, hidden_descs,
+                    half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, shared_descs,
                     a_stages, b_stages, staging, barriers, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
                     x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
-                    ring, max_tiles, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
+                    ring, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
                     H, I, S, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, UPS, DOWNS, SHARED_UPS, TILE, TRACE,
                 )  # fmt: skip
         q += steps
