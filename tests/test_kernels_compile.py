@@ -77,9 +77,9 @@ def test_mxfp8_uses_the_chip(compiled, case, arch):
 
 @pytest.mark.parametrize("case", HOPPER_CASES)
 def test_hopper_ring_of_loads(compiled, case):
-    """A step is 3 loads and 4 products; nine places begin steps (five first ones, three stretches of a task, the next task's loads) for whole
-    and for half tiles, and none waits for its own product. Only a task's last product is waited for in full. What is spilled lies outside of
-    the loops: beside the sums the results of the task before are held."""
+    """A step is 3 loads and 4 products; nine places begin steps (five first ones, three stretches of a task, the next task's loads) for
+    whole and for half tiles, and none waits for its own product. Only a task's last product is waited for in full. What is spilled lies
+    outside of the loops: beside the sums the results of the task before are held."""
     (kernel,) = compiled[case]
     assert kernel["shared"] <= 232448 and kernel["registers"] <= 255 and kernel["stack"] <= 448, kernel
     assert kernel["tensor_core"] == 2 * 9 * 4 and kernel["full_waits"] == 2 and kernel["serialized"] == 0, kernel

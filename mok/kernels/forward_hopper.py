@@ -171,7 +171,8 @@ def store_tile(value, desc, row, column, staging, ROWS: gl.constexpr):
 
 @gluon.jit
 def store_half_hidden(
-    total, gate_first, h_desc, gate_desc, up_desc, ring_row, row, column, saved_rows, limit, staging, CLAMP: gl.constexpr, SAVE: gl.constexpr
+    total, gate_first, h_desc, gate_desc, up_desc, ring_row, row, column, saved_rows, limit, staging,
+    CLAMP: gl.constexpr, SAVE: gl.constexpr,
 ):  # fmt: skip
     """`experts.store_hidden` of half a tile, whose other half is padding. h's store is not finished."""
     ROWS: gl.constexpr = TILE // 2
@@ -195,7 +196,8 @@ def finish_hidden(
     i: gl.constexpr, first, second, gate_first, h_desc, gate_desc, up_desc, ring_row, row, column, saved_rows, limit, staging,
     CLAMP: gl.constexpr, SAVE: gl.constexpr,
 ):  # fmt: skip
-    """Step i of `experts.store_hidden` for a whole tile, in an order of four steps with a barrier before each. h's store is not finished."""
+    """Step i of `experts.store_hidden` for a whole tile, of `in_pairs`, in an order of four steps with a barrier before each. h's store is
+    not finished."""
     FIRST: gl.constexpr = 2 if SAVE else 0
     gate = gl.where(gate_first != 0, first, second)
     up = gl.where(gate_first != 0, second, first)
@@ -235,28 +237,28 @@ def nowhere():
 
 
 @gluon.jit
-def find_rows(state, tile, tokens, peer_rank_ptr, peer_token_idx_ptr, S: gl.constexpr):
-    """Where the rows of a held down task's tile go: the slot of each, -1 for padding, and the rank it is on. For others, nowhere."""
+def find_rows(tile, routed, shared, tokens, peer_rank_ptr, peer_token_idx_ptr, S: gl.constexpr):
+    """Where the rows of a tile go: the slot of each, -1 for padding, and the rank it is on, if routed; in order, if shared; else nowhere."""
     rows = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, PUSHED))
-    routed = (rows >= 0) & (state == DOWN)
+    routed = (rows >= 0) & routed
     source = gl.load(peer_rank_ptr + rows, mask=routed, other=-1)
     slot = gl.where(source >= 0, gl.load(peer_token_idx_ptr + rows, mask=routed, other=0), -1)
     if S > 0:
-        slot = gl.where((state == SHARED_DOWN) & (rows < tokens), rows, slot)
+        slot = gl.where(shared & (rows < tokens), rows, slot)
     return slot, source
 
 
 @gluon.jit
 def push_rows(
-    y, slot, source, kind, column, combine_ptr, combine_ptrs, shared_out_ptr, H: gl.constexpr, R: gl.constexpr, S: gl.constexpr
+    y, slot, source, shared, column, out_ptr, out_ptrs, shared_out_ptr, H: gl.constexpr, R: gl.constexpr, S: gl.constexpr
 ):  # fmt: skip
     """Store a bf16 tile row by row to where `find_rows` says."""
     if R == 1:
-        to = combine_ptr + slot.to(gl.int64) * H
+        to = out_ptr + slot.to(gl.int64) * H
     else:
-        to = peer_address(combine_ptrs, gl.maximum(source, 0), gl.bfloat16) + slot.to(gl.int64) * H
+        to = peer_address(out_ptrs, gl.maximum(source, 0), gl.bfloat16) + slot.to(gl.int64) * H
     if S > 0:
-        if kind == SHARED_DOWN:
+        if shared:
             to = shared_out_ptr + slot.to(gl.int64) * H
     columns = column + gl.arange(0, TILE, gl.SliceLayout(0, PUSHED))
     gl.store(to[:, None] + columns[None, :], y, mask=(slot >= 0)[:, None] & (columns < H)[None, :])
@@ -264,19 +266,19 @@ def push_rows(
 
 @gluon.jit
 def finish_pushes(
-    i: gl.constexpr, first, second, slot, source, kind, column, staging, combine_ptr, combine_ptrs, shared_out_ptr,
+    i: gl.constexpr, first, second, slot, source, shared, column, staging, out_ptr, out_ptrs, shared_out_ptr,
     H: gl.constexpr, R: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
-    """Step i of the push of a whole tile's two slices, likewise."""
+    """Step i of the push of a whole tile's two slices, of `in_pairs`, in an order of three steps with a barrier before each."""
     pairs = reinterpret(staging, gl.int32, [TILE, TILE // 2], PAIRS_IN_SHARED)
     if i == 0:
         pairs.store(first)
     elif i == 1:
-        push_rows(staging.load(PUSHED), slot, source, kind, column, combine_ptr, combine_ptrs, shared_out_ptr, H, R, S)
+        push_rows(staging.load(PUSHED), slot, source, shared, column, out_ptr, out_ptrs, shared_out_ptr, H, R, S)
         thread_barrier()
         pairs.store(second)
     elif i == 2:
-        push_rows(staging.load(PUSHED), slot, source, kind, column + TILE, combine_ptr, combine_ptrs, shared_out_ptr, H, R, S)
+        push_rows(staging.load(PUSHED), slot, source, shared, column + TILE, out_ptr, out_ptrs, shared_out_ptr, H, R, S)
 
 
 @gluon.jit
@@ -317,13 +319,14 @@ def finish_step(
     if (state == DOWN) | (state == SHARED_DOWN):
         column = gl.minimum(part * (2 * TILE), H - 2 * TILE)
         finish_pushes(
-            i, first, second, slot, source, kind, column, staging, combine_ptr, combine_ptrs, shared_out_ptr, H, R, S
+            i, first, second, slot, source, kind == SHARED_DOWN, column, staging, combine_ptr, combine_ptrs, shared_out_ptr, H, R, S
         )  # fmt: skip
 
 
 @gluon.jit
 def in_pairs(total):
-    """Sums [128, 256], rounded to bf16, as int32 [128, 128] of two neighbours each: what is carried from task to task stays so in registers."""
+    """Sums [128, 256], rounded to bf16, as int32 [128, 128] of two neighbours each: 16-bit values that are carried from task to task are
+    taken apart and put together again."""
     low, high = gl.split(gl.reshape(total, [TILE, TILE, 2]))
     return packed(low, high)
 
@@ -480,7 +483,9 @@ def expert_task(
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS, i == 0)
         begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
         if i == 0:
-            slot, source = find_rows(held[0], held[1], tokens, peer_rank_ptr, peer_token_idx_ptr, S)
+            slot, source = find_rows(
+                held[1], held[0] == DOWN, held[0] == SHARED_DOWN, tokens, peer_rank_ptr, peer_token_idx_ptr, S
+            )  # fmt: skip
         finish_step(
             i, held, slot, source, hidden_descs, shared_descs, staging, shared_out_ptr, combine_ptr, combine_ptrs,
             h_ready_ptr, h_free_ptr, shared_h_ready_ptr, ring, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
@@ -541,7 +546,7 @@ def expert_task(
             push_to_slots(ac, slots, sources, column + TILE, H)
         state = kind + OUT
     if load_next == 0:
-        slot, source = find_rows(state, tile, tokens, peer_rank_ptr, peer_token_idx_ptr, S)
+        slot, source = find_rows(tile, state == DOWN, state == SHARED_DOWN, tokens, peer_rank_ptr, peer_token_idx_ptr, S)
         for j in gl.static_range(EARLY):
             thread_barrier()
             finish_step(
@@ -627,8 +632,8 @@ def forward_hopper_kernel(
             elif half != 0:
                 task, loaded, held, steps = expert_task(
                     kind, tile, part, expert, q, loaded, held, ticket, taken, lanes, tasks_ptr, num_tasks,
-                    half_x_desc, half_h_desc, gate_up_desc, down_desc, store_half_h_desc, save_half_gate_desc, save_half_up_desc, hidden_descs,
-                    half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, shared_descs,
+                    half_x_desc, half_h_desc, gate_up_desc, down_desc, store_half_h_desc, save_half_gate_desc, save_half_up_desc,
+                    hidden_descs, half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, shared_descs,
                     a_stages, b_stages, staging, barriers, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
                     x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
                     ring, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
@@ -637,8 +642,8 @@ def forward_hopper_kernel(
             else:
                 task, loaded, held, steps = expert_task(
                     kind, tile, part, expert, q, loaded, held, ticket, taken, lanes, tasks_ptr, num_tasks,
-                    half_x_desc, half_h_desc, gate_up_desc, down_desc, store_half_h_desc, save_half_gate_desc, save_half_up_desc, hidden_descs,
-                    half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, shared_descs,
+                    half_x_desc, half_h_desc, gate_up_desc, down_desc, store_half_h_desc, save_half_gate_desc, save_half_up_desc,
+                    hidden_descs, half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, shared_descs,
                     a_stages, b_stages, staging, barriers, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
                     x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
                     ring, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
