@@ -238,7 +238,7 @@ def nowhere():
 
 @gluon.jit
 def find_rows(tile, routed, shared, tokens, peer_rank_ptr, peer_token_idx_ptr, S: gl.constexpr):
-    """Where the rows of a tile go: the slot of each, -1 for padding, and the rank it is on, if routed; in order, if shared; else nowhere."""
+    """Where a tile's rows go: the slot of each, -1 for padding, and the rank it is on, if routed; in order, if shared; else nowhere."""
     rows = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, PUSHED))
     routed = (rows >= 0) & routed
     source = gl.load(peer_rank_ptr + rows, mask=routed, other=-1)
