@@ -55,7 +55,8 @@ def test_compiles_for_the_chip(compiled, job):
 @pytest.mark.parametrize("job", thorough_but(FIRST_HOPPER_JOBS, HOPPER_JOBS))
 def test_hopper_ring_of_loads(compiled, job):
     """Eight places begin steps (a first one, three that store what the task before holds, three stretches of a task, the next task's loads)
-    for whole and half tiles and for weights' gradients, and one each for sums that are carried and for gate and up again. Only a task's last product is waited for in full."""
+    for whole and half tiles and for weights' gradients, and one each for sums that are carried and for gate and up again. Only a task's
+    last product is waited for in full."""
     (kernel,) = compiled[job]
     forms = 3 * 8 + any(what in job for what in ("cut", "everything")) + any(what in job for what in ("two ranks", "everything"))
     assert kernel["tensor_core"] == 4 * forms and kernel["full_waits"] == 3 + forms - 3 * 8 and kernel["serialized"] == 0, kernel
