@@ -223,7 +223,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 HOPPER_SIZES: dict[str, dict[str, Any]] = {
     **SIZES, "shared": dict(shared=2048), "saved two ranks": dict(hidden=4096, width=14336, ranks=2, save=True),
-    "odd sizes": dict(hidden=2880, width=1408),
+    "odd sizes": dict(hidden=2880, width=1408), "no pulls": dict(hidden=1024, width=1024),
 }  # fmt: skip
 FORWARDS = {"forward": forward, "forward mxfp8": functools.partial(forward, mxfp8=True), "fp8": forward_fp8, "mxfp8": forward_mxfp8}
 TASKS = dict(TILES=16, PARTS=4, UPS=16, DOWNS=28, SHARED_UPS=16, BLOCK_M=128, HALF_TILES=True, BLOCK=256)

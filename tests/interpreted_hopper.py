@@ -17,15 +17,18 @@ from interpret_gluon import Told, expect_found, interpreted
 
 from mok.kernels import forward_hopper
 from mok.kernels.launch import ForwardPlan
-from mok.kernels.tasks import SHARED_DOWN, SHARED_UP, UP
+from mok.kernels.tasks import PULL, SHARED_DOWN, SHARED_UP, UP
 
 TOLD = Told()
 
 
 def note(name: str, arguments: tuple, result: tuple) -> None:
-    """Of every task that multiplies: its kind, whether it had been loaded for, and whether it loaded for the next one."""
+    """Of every task that multiplies: its kind, whether it had been loaded for, and whether it loaded for the next one. And of every pull
+    between products."""
     if name == "expert_task":
         TOLD.add(arguments[0], arguments[5], result[1])
+    elif name == "pull_between":
+        TOLD.add(PULL, 1, 1)
 
 
 KERNEL = interpreted(forward_hopper, note=note)["forward_hopper_kernel"]
@@ -45,9 +48,17 @@ def case_shared_bits():
         same_bits(Problem(6, 150, 456, 456, 2, 1, shared_width=472), ranks, programs, saved_rows)
 
 
-def same_bits(problem: Problem, ranks: int, programs: int, saved_rows: int | None) -> None:
+def case_pulls():
+    """Likewise where up tasks have enough steps for pulls between them; some have to wait for their places."""
+    problem = Problem(7, 700, 904, 1160, 2, 1)
+    for ranks, programs, saved_rows in [(1, 1, None), (1, 3, 400), (2, 1, None)]:
+        same_bits(problem, ranks, programs, saved_rows, parts=8)
+
+
+def same_bits(problem: Problem, ranks: int, programs: int, saved_rows: int | None, parts: int = 4) -> None:
+    """parts: with 8, up tasks of these sizes have enough steps for pulls between them."""
     width, hidden = problem.gate_EIH.shape[1:]
-    plan = ForwardPlan(num_sms=programs, minibatch_tiles=2, ring_tiles=4)
+    plan = ForwardPlan(num_sms=programs, minibatch_tiles=2, ring_tiles=4, parts=parts)
     clamp = 1.0 if saved_rows else None
     options = dict(plan=plan, saved_rows=saved_rows, clamp=clamp, shared_clamp=clamp, deadline_s=300.0)
     want, schedules, kept = run_layer(problem, ranks, **options)
@@ -65,6 +76,8 @@ def same_bits(problem: Problem, ranks: int, programs: int, saved_rows: int | Non
         shared_ups = -(-problem.shared[0].shape[0] // 128)
         shared_tiles = sum(-(-(part.stop - part.start) // 128) for part in problem.split(ranks))
     tasks = TOLD.take()
+    pulls = tasks.pop((PULL.value, 1, 1), 0)
+    assert (0 < pulls < tiles * parts) if parts == 8 else pulls == 0, (pulls, tiles * parts)
     for kind, count in {UP: tiles * ups, SHARED_UP: shared_tiles * shared_ups, SHARED_DOWN: shared_tiles * downs}.items():
         assert sum(n for (found, *_), n in tasks.items() if found == kind.value) == count, tasks
     assert tasks.total() == tiles * (ups + downs) + shared_tiles * (shared_ups + downs), tasks

@@ -408,6 +408,7 @@ def finish_step(
                 copy_out(out_desc, [row, column + TILE], staging)
             elif i == 3:
                 tma.store_wait(0)
+                thread_barrier()  # a hidden task loads gate and up to there
 
 
 @gluon.jit

@@ -10,6 +10,10 @@ to them, store or push them, and announce them. A task behind which nothing is l
     loads begun        ..  0'    1'    2'   |  3'    4'    5'    6'    7'  ..
     results of n                    rounded |  stored ..         announced
 
+A pull that comes next is put aside, and the task behind it looked up. If that is an up task that has been loaded for, the pull's rows go
+by between its products, in chunks, FLYING of them on their way; else the pull is done before it. So a program waits for nothing before all
+its pulls of earlier tickets are done.
+
 Steps are counted over all tasks of a program: step q uses stage q % STAGES, whose barrier is then in phase q // STAGES. A task that begins
 at q puts its step i at q + i, whoever begins the load. So one bit says all about a task's first loads: they are under way, or its begin has
 to start them. No load is under way when a program ends: only a task that will be executed is loaded for, and one that has been loaded for
@@ -54,6 +58,9 @@ STAGES = gl.constexpr(4)
 AHEAD = gl.constexpr(3)
 EARLY = gl.constexpr(5)  # steps of a task in which the one before it is finished
 OUT = gl.constexpr(8)  # added to the kind of a held task whose results are on their way already
+FLYING = gl.constexpr(3)  # chunks of a pull on their way between products
+CHUNK_ROWS = gl.constexpr(16)
+CHUNK = gl.constexpr(256)  # pairs of columns
 THREADS = gl.constexpr(256)
 
 ROWS_IN_SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
@@ -61,6 +68,7 @@ PAIRS_IN_SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, elem
 PAIR_IN_SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 PULLED = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 2], [1, 0]))
+PULLED_PAIRS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 2], [1, 0]))
 PUSHED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # 16 lanes: 256 bytes of a row
 WHOLE_SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, 256, 16]))
 HALF_SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 128, 16]))
@@ -353,13 +361,6 @@ def find_slots(
 
 
 @gluon.jit
-def find_outputs(out_ptr, row, tokens, H: gl.constexpr, ROWS: gl.constexpr):
-    """`find_slots` of the shared experts' output, in which a tile's rows lie in order."""
-    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, PUSHED))
-    return out_ptr + rows.to(gl.int64) * H, gl.where(rows < tokens, 0, -1)
-
-
-@gluon.jit
 def push_to_slots(y, slots, source, column, H: gl.constexpr):
     """`experts.push_to_slots`, with layouts."""
     columns = column + gl.arange(0, TILE, gl.SliceLayout(0, PUSHED))
@@ -409,6 +410,57 @@ def pull_rows(
 
 
 @gluon.jit
+def load_chunk(
+    x_ptr, x_ptrs, peer_rank_ptr, peer_token_idx_ptr, row, i, live, H: gl.constexpr, K: gl.constexpr, R: gl.constexpr
+):  # fmt: skip
+    """Begin to load chunk i of the pull of the rows from `row` on, if it is a live one: pairs of CHUNK_ROWS rows; zeros for padding."""
+    WIDE: gl.constexpr = (H // 2 + CHUNK - 1) // CHUNK
+    lanes = gl.arange(0, CHUNK_ROWS, gl.SliceLayout(1, PULLED_PAIRS))
+    rows = row + i // WIDE * CHUNK_ROWS + lanes
+    source = gl.load(peer_rank_ptr + rows, mask=(lanes >= 0) & live, other=-1)
+    slot = gl.load(peer_token_idx_ptr + rows, mask=(lanes >= 0) & live, other=0)
+    tokens = find_tokens(x_ptr, x_ptrs, source, slot, H, K, R).to(gl.pointer_type(gl.int32))
+    columns = i % WIDE * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, PULLED_PAIRS))
+    mask = (source >= 0)[:, None]
+    if H % (2 * CHUNK) != 0:
+        mask = mask & (columns < H // 2)[None, :]
+    return gl.load(tokens[:, None] + columns[None, :], mask=mask, other=0)
+
+
+@gluon.jit
+def store_chunk(ring_ptr, pairs, ring_row, i, live, H: gl.constexpr):
+    """Store chunk i of a pull into the ring, if it is a live one."""
+    WIDE: gl.constexpr = (H // 2 + CHUNK - 1) // CHUNK
+    rows = ring_row + i // WIDE * CHUNK_ROWS + gl.arange(0, CHUNK_ROWS, gl.SliceLayout(1, PULLED_PAIRS))
+    columns = i % WIDE * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, PULLED_PAIRS))
+    to = ring_ptr.to(gl.pointer_type(gl.int32)) + (rows.to(gl.int64) * (H // 2))[:, None] + columns[None, :]
+    gl.store(to, pairs, mask=((rows >= 0) & live)[:, None] & (columns < H // 2)[None, :])
+
+
+@gluon.jit
+def pull_between(
+    total, q, a_desc, b_desc, a_row, b_row, a_stages, b_stages, barriers, x_ptr, x_ptrs, ring_ptr, peer_rank_ptr, peer_token_idx_ptr,
+    row, ring_row, H: gl.constexpr, K: gl.constexpr, R: gl.constexpr, CHUNKS: gl.constexpr, ROUNDS: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Steps EARLY .. EARLY + ROUNDS * FLYING of a task, and between them the CHUNKS chunks of a pull."""
+    flying = ()
+    for _ in gl.static_range(FLYING):
+        flying = flying + (gl.zeros([CHUNK_ROWS, CHUNK], gl.int32, PULLED_PAIRS),)
+    for a_round in range(0, ROUNDS):
+        begun = ()
+        for j in gl.static_range(FLYING):
+            chunk = a_round * FLYING + j
+            i = EARLY + chunk
+            total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
+            begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
+            before = chunk - FLYING
+            store_chunk(ring_ptr, flying[j], ring_row, before, (before >= 0) & (before < CHUNKS), H)
+            begun = begun + (load_chunk(x_ptr, x_ptrs, peer_rank_ptr, peer_token_idx_ptr, row, chunk, chunk < CHUNKS, H, K, R),)
+        flying = begun
+    return total
+
+
+@gluon.jit
 def read_if(signal_ptr, least, lanes):
     """Begin to read a signal without waiting, by lane 0, if something is asked of it; no other value of the result means anything."""
     return gl.atomic_add(signal_ptr + lanes, lanes * 0, mask=(lanes == 0) & (least > 0), sem="acquire", scope="gpu")
@@ -455,18 +507,20 @@ def answer(
 
 @gluon.jit
 def expert_task(
-    kind, tile, part, expert, q, loaded, held, ticket, taken, lanes, tasks_ptr, num_tasks,
+    kind, tile, part, expert, q, loaded, held, aside, ticket, taken, lanes, tasks_ptr, num_tasks,
     x_desc, h_desc, gate_up_desc, down_desc, store_h_desc, save_gate_desc, save_up_desc, hidden_descs,
     half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, shared_descs,
-    a_stages, b_stages, staging, barriers, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
-    x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
+    a_stages, b_stages, staging, barriers, x_ptr, x_ptrs, ring_ptr, shared_out_ptr, combine_ptr, combine_ptrs,
+    peer_rank_ptr, peer_token_idx_ptr, signals_ptr, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
     ring, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
-    H: gl.constexpr, I: gl.constexpr, S: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, SHARED_CLAMP: gl.constexpr,
+    H: gl.constexpr, I: gl.constexpr, S: gl.constexpr, K: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, SHARED_CLAMP: gl.constexpr,
     SAVE: gl.constexpr, PARTS: gl.constexpr, UPS: gl.constexpr, DOWNS: gl.constexpr, SHARED_UPS: gl.constexpr, ROWS: gl.constexpr,
-    TRACE: gl.constexpr,
+    CHUNKS: gl.constexpr, ROUNDS: gl.constexpr, TRACE: gl.constexpr,
 ):  # fmt: skip
     """An up or down task over the first ROWS rows of a tile, its first step at q. held: what the task before it has left to be finished
-    (state, tile, part, `in_pairs`). -> (the next task, whether its first loads are under way, what this one holds, steps)."""
+    (state, tile, part, `in_pairs`). aside: the pull that was put aside (its tile or -1, part, ticket); nothing is, if ROUNDS is 0. -> (the
+    next task, whether its first loads are under way, what this one holds, steps, the next task's ticket in lane 0, what is put aside)."""
+    aside_tile, aside_part, aside_ticket = aside
     SUMS: gl.constexpr = WHOLE_SUMS if ROWS == TILE else HALF_SUMS
     row = tile * TILE
     SHARED: gl.constexpr = (S > 0) & (ROWS == TILE)  # of a shared expert every tile is whole
@@ -479,6 +533,12 @@ def expert_task(
             begin_load(a_desc, b_desc, a_row, b_row, i, q + i, a_stages, b_stages, barriers, ROWS)
     total = gl.zeros([ROWS, 2 * TILE], gl.float32, SUMS)
     slot, source = nowhere()
+    begun = q * 0 + EARLY
+    free = lanes * 0
+    PULLS: gl.constexpr = (ROUNDS > 0) & (ROWS == TILE)
+    if PULLS:
+        place = h_ready_ptr + gl.maximum(aside_tile - ring, 0)  # whose rows the pull replaces
+        free = read_if(place, gl.where(aside_tile >= ring, UPS, 0), lanes)
     for i in gl.static_range(EARLY):
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS, i == 0)
         begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
@@ -491,18 +551,63 @@ def expert_task(
             h_ready_ptr, h_free_ptr, shared_h_ready_ptr, ring, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
             H, R, S, CLAMP, SHARED_CLAMP, SAVE,
         )  # fmt: skip
+    if PULLS:
+        if (aside_tile >= 0) & (kind == UP):
+            if (aside_tile < ring) | (of_lane_0(free) >= UPS):
+                order_copy_engine(aside_tile)
+                PULL_ROWS: gl.constexpr = TILE // PARTS
+                total = pull_between(
+                    total, q, a_desc, b_desc, a_row, b_row, a_stages, b_stages, barriers, x_ptr, x_ptrs, ring_ptr,
+                    peer_rank_ptr, peer_token_idx_ptr, aside_tile * TILE + aside_part * PULL_ROWS,
+                    (aside_tile % ring) * TILE + aside_part * PULL_ROWS, H, K, R, CHUNKS, ROUNDS, ROWS,
+                )  # fmt: skip
+                begun = begun + ROUNDS * FLYING
     last = steps - AHEAD
-    look = gl.maximum(last - 4, EARLY)
-    turn = gl.maximum(last - 2, EARLY)
-    # The next task is looked up in three moves, each of which has a few steps' time until the following one looks at what it fetched.
-    for i in range(EARLY, look):
+    look = gl.maximum(last - (8 if ROUNDS > 0 else 4), begun)
+    turn = gl.maximum(last - 2, begun)
+    # The next task is looked up in a few moves, each of which has a few steps' time until the following one looks at what it fetched.
+    for i in range(begun, look):
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
         begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
     following = find(tasks_ptr, taken, num_tasks, lanes)
-    for i in range(look, turn):
-        total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
-        begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
-    task = of_lane_0(following)
+    next_is_pull = q < 0
+    if ROUNDS > 0:
+        second = gl.maximum(last - 6, begun)
+        third = gl.maximum(last - 4, begun)
+        for i in range(look, second):
+            total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
+            begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
+        if PULLS and begun > EARLY:
+            finish_copy_engine_stores(aside_tile)
+            announce(x_ready_ptr + aside_tile)
+            if TRACE:  # it took no time of its own
+                note(trace_ptr, aside_ticket, BEGIN)
+                note(trace_ptr, aside_ticket, READY)
+                note(trace_ptr, aside_ticket, DONE)
+            aside_tile = aside_tile * 0 - 1
+        next_task = of_lane_0(following)
+        next_is_pull = ((next_task & 7) == PULL) & (aside_tile < 0)
+        behind = gl.atomic_add(signals_ptr + lanes, lanes * 0 + 1, mask=(lanes == 0) & next_is_pull, sem="relaxed", scope="gpu")
+        for i in range(second, third):
+            total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
+            begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
+        at = gl.minimum(gl.where(next_is_pull, behind, 0), num_tasks)
+        following = gl.load(tasks_ptr + 1 + at, mask=(lanes == 0) & next_is_pull, other=0)
+        for i in range(third, turn):
+            total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
+            begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
+        if next_is_pull:
+            _, aside_tile, aside_part, _, _ = unpack(next_task)
+            if TRACE:
+                aside_ticket = of_lane_0(taken)
+            next_task = of_lane_0(following)
+            taken = behind
+        task = next_task
+    else:
+        for i in range(look, turn):
+            total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
+            begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
+        task = of_lane_0(following)
     next_kind, next_tile, next_part, next_expert, next_half = unpack(task)
     found, found_free = ask(
         next_kind, next_tile, ring, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, lanes, PARTS, UPS, DOWNS, SHARED_UPS
@@ -511,6 +616,7 @@ def expert_task(
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
         begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
     load_next = answer(found, found_free, next_kind, next_tile, ring, h_ready_ptr, PARTS, UPS, DOWNS, SHARED_UPS)
+    load_next = load_next & ((aside_tile < 0) | (next_is_pull & (next_kind == UP) & (next_half == 0)))  # else what is aside is pulled first
     order_copy_engine(next_tile)
     next_a_desc, next_b_desc, next_a_row, next_b_row, _ = operands(
         next_kind, next_tile, next_part, next_expert, ring, x_desc, h_desc, gate_up_desc, down_desc,
@@ -555,7 +661,7 @@ def expert_task(
                 shared_gate_first, limit, shared_limit, H, R, S, CLAMP, SHARED_CLAMP, SAVE,
             )  # fmt: skip
         state = state * 0
-    return task, load_next.to(gl.int32), (state, tile, part, results), steps
+    return task, load_next.to(gl.int32), (state, tile, part, results), steps, taken, (aside_tile, aside_part, aside_ticket)
 
 
 @gluon.jit(do_not_specialize=["rank", "max_tiles", "ring", "tokens", "saved_rows", "gate_first", "shared_gate_first", "wait_limit"])
@@ -578,6 +684,11 @@ def forward_hopper_kernel(
     h_ready_ptr = x_ready_ptr + max_tiles
     h_free_ptr = h_ready_ptr + max_tiles
     shared_h_ready_ptr = h_free_ptr + max_tiles
+    PULL_ROWS: gl.constexpr = TILE // PARTS
+    CHUNKS: gl.constexpr = PULL_ROWS // CHUNK_ROWS * ((H // 2 + CHUNK - 1) // CHUNK)
+    MOST_ROUNDS: gl.constexpr = (CHUNKS + FLYING - 1) // FLYING + 1
+    # Rounds of chunks between the products of an up task, if it has enough steps.
+    ROUNDS: gl.constexpr = MOST_ROUNDS if CHUNKS > 0 and EARLY + AHEAD + MOST_ROUNDS * FLYING <= (H + STEP - 1) // STEP else 0
     a_stages = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, STEP], ROWS_IN_SHARED)
     b_stages = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2, TILE, STEP], PAIR_IN_SHARED)
     staging = gl.allocate_shared_memory(gl.bfloat16, [TILE, TILE], ROWS_IN_SHARED)
@@ -599,11 +710,21 @@ def forward_hopper_kernel(
     held = nothing_held(num_tasks * 0)  # and what the task before it has left to be finished
     hidden_descs = (store_h_desc, save_gate_desc, save_up_desc)
     shared_descs = (store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc)
-    while (task & 7) != END:
-        taken = gl.atomic_add(signals_ptr + lanes, ones, mask=lanes == 0, sem="relaxed", scope="gpu")
-        if TRACE:
-            note(trace_ptr, ticket, BEGIN)
+    aside = (num_tasks * 0 - 1, num_tasks * 0, num_tasks * 0)  # a pull that was put aside
+    while ((task & 7) != END) | (aside[0] >= 0):
         kind, tile, part, expert, half = unpack(task)
+        was_aside = (aside[0] >= 0) & (loaded == 0)  # a pull before this task
+        number = ticket
+        if ROUNDS > 0:
+            kind = gl.where(was_aside, PULL, kind)
+            tile = gl.where(was_aside, aside[0], tile)
+            part = gl.where(was_aside, aside[1], part)
+            if TRACE:
+                number = gl.where(was_aside, aside[2], ticket)
+            aside = (gl.where(was_aside, -1, aside[0]), aside[1], aside[2])
+        taken = gl.atomic_add(signals_ptr + lanes, ones, mask=(lanes == 0) & (was_aside == 0), sem="relaxed", scope="gpu")
+        if TRACE:
+            note(trace_ptr, number, BEGIN)
         ok = loaded != 0
         if loaded == 0:
             ok = wait_for_inputs(
@@ -611,48 +732,48 @@ def forward_hopper_kernel(
                 R, PARTS, UPS, DOWNS, SHARED_UPS,
             )  # fmt: skip
         if TRACE:
-            note(trace_ptr, ticket, READY)
+            note(trace_ptr, number, READY)
+        this = task
         task = task * 0 + END
         steps = q * 0
         if ok:
             if kind == PULL:
-                ROWS: gl.constexpr = TILE // PARTS
                 pull_rows(
-                    ((x_ptr, x_ptrs, ring_ptr),), peer_rank_ptr, peer_token_idx_ptr, tile * TILE + part * ROWS,
-                    (tile % ring) * TILE + part * ROWS, 1, H, K, R, ROWS, BLOCK_H,
+                    ((x_ptr, x_ptrs, ring_ptr),), peer_rank_ptr, peer_token_idx_ptr, tile * TILE + part * PULL_ROWS,
+                    (tile % ring) * TILE + part * PULL_ROWS, 1, H, K, R, PULL_ROWS, BLOCK_H,
                 )  # fmt: skip
-                following = find(tasks_ptr, taken, num_tasks, lanes)
+                following = find(tasks_ptr, gl.where(was_aside, 0, taken), num_tasks, lanes)
                 finish_copy_engine_stores(tile)
                 announce(x_ready_ptr + tile)
-                task = of_lane_0(following)
+                task = gl.where(was_aside, this, of_lane_0(following))
                 held = nothing_held(q * 0)
             elif kind == NOTHING:
                 task = of_lane_0(find(tasks_ptr, taken, num_tasks, lanes))
                 held = nothing_held(q * 0)
             elif half != 0:
-                task, loaded, held, steps = expert_task(
-                    kind, tile, part, expert, q, loaded, held, ticket, taken, lanes, tasks_ptr, num_tasks,
+                task, loaded, held, steps, taken, aside = expert_task(
+                    kind, tile, part, expert, q, loaded, held, aside, ticket, taken, lanes, tasks_ptr, num_tasks,
                     half_x_desc, half_h_desc, gate_up_desc, down_desc, store_half_h_desc, save_half_gate_desc, save_half_up_desc,
                     hidden_descs, half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, shared_descs,
-                    a_stages, b_stages, staging, barriers, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
-                    x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
+                    a_stages, b_stages, staging, barriers, x_ptr, x_ptrs, ring_ptr, shared_out_ptr, combine_ptr, combine_ptrs,
+                    peer_rank_ptr, peer_token_idx_ptr, signals_ptr, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
                     ring, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
-                    H, I, S, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, UPS, DOWNS, SHARED_UPS, TILE // 2, TRACE,
+                    H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, UPS, DOWNS, SHARED_UPS, TILE // 2, CHUNKS, ROUNDS, TRACE,
                 )  # fmt: skip
             else:
-                task, loaded, held, steps = expert_task(
-                    kind, tile, part, expert, q, loaded, held, ticket, taken, lanes, tasks_ptr, num_tasks,
+                task, loaded, held, steps, taken, aside = expert_task(
+                    kind, tile, part, expert, q, loaded, held, aside, ticket, taken, lanes, tasks_ptr, num_tasks,
                     half_x_desc, half_h_desc, gate_up_desc, down_desc, store_half_h_desc, save_half_gate_desc, save_half_up_desc,
                     hidden_descs, half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, shared_descs,
-                    a_stages, b_stages, staging, barriers, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
-                    x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
+                    a_stages, b_stages, staging, barriers, x_ptr, x_ptrs, ring_ptr, shared_out_ptr, combine_ptr, combine_ptrs,
+                    peer_rank_ptr, peer_token_idx_ptr, signals_ptr, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
                     ring, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
-                    H, I, S, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, UPS, DOWNS, SHARED_UPS, TILE, TRACE,
+                    H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, UPS, DOWNS, SHARED_UPS, TILE, CHUNKS, ROUNDS, TRACE,
                 )  # fmt: skip
         q += steps
         if TRACE:
-            note(trace_ptr, ticket, DONE)
-            ticket = of_lane_0(taken)
+            note(trace_ptr, number, DONE)
+            ticket = gl.where(was_aside, ticket, of_lane_0(taken))
     if TRACE:
         note_end(trace_ptr)
 
