@@ -27,7 +27,7 @@ from mok.kernels.forward_hopper import forward_hopper_kernel
 from mok.kernels.forward_mxfp8 import forward_mxfp8_kernel
 from mok.kernels.launch import OF_SHARED, ForwardPlan
 from mok.kernels.launch_mxfp8 import HOPPER_STAGES
-from mok.kernels.schedule import count_kernel, place_kernel, rows_kernel, scan_kernel
+from mok.kernels.schedule import BLOCK_N, SCANNED_BLOCKS, SCANNED_EXPERTS, count_kernel, place_kernel, rows_kernel, scan_kernel
 from mok.kernels.signals import barrier_kernel
 from mok.kernels.tasks import tasks_kernel
 
@@ -198,9 +198,9 @@ def forward_mxfp8(arch: int, hidden=7168, width=2048, ranks=1, save=False) -> li
 
 def schedule(arch: int) -> list[dict[str, object]]:
     return [
-        compile_one(count_kernel, arch, dict(E=128, R=2, BLOCK_N=512, BINS=256)),
-        compile_one(scan_kernel, arch, dict(E=128, BLOCK_B=64, BLOCK_E=128), 8),
-        compile_one(place_kernel, arch, dict(E=128, BLOCK_N=512, CHUNK=64), 8),
+        compile_one(count_kernel, arch, dict(E=128, R=2, BLOCK_N=BLOCK_N, BINS=256)),
+        compile_one(scan_kernel, arch, dict(E=128, BLOCK_B=SCANNED_BLOCKS, BLOCK_E=SCANNED_EXPERTS), 8),
+        compile_one(place_kernel, arch, dict(E=128, BLOCK_E=128, BLOCK_N=BLOCK_N, CHUNK=64)),
         compile_one(rows_kernel, arch, dict(R=2, BLOCK_M=128, BLOCK_L=64, BLOCK_R=2)),
     ]
 

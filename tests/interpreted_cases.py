@@ -155,8 +155,9 @@ def assert_close(out: Tensor, expected: Tensor) -> None:
 
 
 def case_schedule():
-    """The device's rows are those of mok.schedule: masked slots, experts that R does not divide, a rank without tokens, two blocks."""
-    sizes = [(37, 8, 2, 1), (700, 5, 3, 2), (64, 7, 4, 3), (0, 3, 1, 2), (300, 1, 1, 1), (9, 2, 2, 4)]
+    """The device's rows are those of mok.schedule: masked slots, experts that R does not divide, a rank without tokens, some blocks, and
+    more of them, and of experts, than are scanned at a time."""
+    sizes = [(37, 8, 2, 1), (700, 5, 3, 2), (64, 7, 4, 3), (0, 3, 1, 2), (300, 1, 1, 1), (9, 2, 2, 4), (8400, 40, 4, 1)]
     for seed, (tokens, experts, top_k, ranks) in enumerate(sizes):
         problem = Problem(seed, tokens, 16, 16, experts, top_k, masked=0.3)
         workspaces = make_workspaces(problem, ranks)

@@ -1,8 +1,8 @@
 """ids -> rows, on the device: no host read, no atomic that decides an order, tables of the worst-case size (a few MB of integers).
 
-Each source sorts its slots by expert, stably: `count` counts a block of slots per expert, `scan` sums the blocks' counts, `place` writes
-each slot to its position. After a barrier each destination reads its peers' counts and sorted slots and writes its rows (`rows`). The rows
-are those of `mok.schedule.build_schedule`.
+Each source sorts its slots by expert, stably: `count` counts a block of slots per expert, `scan` sums the blocks' counts, some experts per
+program, `place` writes each slot to its position. After a barrier each destination reads its peers' counts and sorted slots and writes its
+rows (`rows`). The rows are those of `mok.schedule.build_schedule`.
 
 Example (tile height 128 replaced by 2): one rank, E=3, K=1, ids = [2, 0, 2, 2]. count: [1, 0, 3]; starts: [0, 1, 1]; order: [1, 0, 2, 3];
 rows: [1, pad | 0, 2 | 3, pad]; the tiles belong to experts [0, 2, 2].
@@ -24,7 +24,8 @@ from mok.kernels.memory import PeerMemory
 from mok.kernels.signals import EXPERT_ID, peer_address, report, tell_host
 from mok.schedule import local_experts
 
-BLOCK_N = 512
+BLOCK_N = 128  # slots of a block
+SCANNED_BLOCKS, SCANNED_EXPERTS = 256, 16  # at a time
 
 
 @triton.jit
@@ -54,9 +55,9 @@ def count_kernel(
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def scan_kernel(block_counts_ptr, counts_ptr, starts_ptr, num_blocks, E: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr):
-    """One program: block_counts becomes its exclusive sum over blocks; counts and starts are the totals and their exclusive sum."""
-    experts = tl.arange(0, BLOCK_E)
+def scan_kernel(block_counts_ptr, counts_ptr, num_blocks, E: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr):
+    """block_counts becomes its exclusive sum over blocks, counts the totals. A program does BLOCK_E experts."""
+    experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     total = tl.zeros((BLOCK_E,), tl.int32)
     for block in range(0, num_blocks, BLOCK_B):
         blocks = block + tl.arange(0, BLOCK_B)
@@ -66,13 +67,20 @@ def scan_kernel(block_counts_ptr, counts_ptr, starts_ptr, num_blocks, E: tl.cons
         tl.store(where, tl.cumsum(counts, axis=0) - counts + total[None, :], mask=inside)
         total += tl.sum(counts, axis=0)
     tl.store(counts_ptr + experts, total, mask=experts < E)
-    tl.store(starts_ptr + experts, tl.cumsum(total, axis=0) - total, mask=experts < E)
 
 
 @triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["ids_ptr"])
-def place_kernel(ids_ptr, block_counts_ptr, starts_ptr, order_ptr, num_slots, E: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
-    """order[start of its expert + equal ids of earlier blocks + equal ids earlier in this block] = slot."""
+def place_kernel(
+    ids_ptr, block_counts_ptr, counts_ptr, starts_ptr, order_ptr, num_slots,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """order[start of its expert + equal ids of earlier blocks + equal ids earlier in this block] = slot. starts: counts' exclusive sum."""
     block = tl.program_id(0)
+    experts = tl.arange(0, BLOCK_E)
+    counts = tl.load(counts_ptr + experts, mask=experts < E, other=0)
+    starts = tl.cumsum(counts, axis=0) - counts
+    if block == 0:
+        tl.store(starts_ptr + experts, starts, mask=experts < E)
     slots = block * BLOCK_N + tl.arange(0, BLOCK_N)
     ids = narrow(tl.load(ids_ptr + slots, mask=slots < num_slots, other=-1))
     live = (ids >= 0) & (ids < E)
@@ -82,7 +90,7 @@ def place_kernel(ids_ptr, block_counts_ptr, starts_ptr, order_ptr, num_slots, E:
         other_ids = narrow(tl.load(ids_ptr + others, mask=others < num_slots, other=-1))
         same = (other_ids[:, None] == ids[None, :]) & (others[:, None] < slots[None, :])
         earlier += tl.sum(same.to(tl.int32), axis=0)
-    start = tl.load(starts_ptr + ids, mask=live, other=0) + tl.load(block_counts_ptr + block * E + ids, mask=live, other=0)
+    start = tl.gather(starts, tl.where(live, ids, 0), 0) + tl.load(block_counts_ptr + block * E + ids, mask=live, other=0)
     tl.store(order_ptr + start + earlier, slots, mask=live)
 
 
@@ -159,22 +167,19 @@ def sort_slots(memory: PeerMemory, ids_TK: Tensor, num_experts: int) -> None:
     """Write this source's counts, starts and order to its peer-visible memory. ids_TK: integers, contiguous."""
     num_slots = ids_TK.numel()
     num_blocks = triton.cdiv(num_slots, BLOCK_N)
-    block_e = triton.next_power_of_2(num_experts)
     block_counts = torch.empty(max(num_blocks, 1), num_experts, dtype=torch.int32, device=ids_TK.device)
     if num_blocks:
         count_kernel[(num_blocks,)](
             ids_TK, block_counts, memory.addresses["control"], memory.rank, num_slots,
             E=num_experts, R=memory.size, BLOCK_N=BLOCK_N, BINS=triton.next_power_of_2(num_experts + 1),
         )  # fmt: skip
-    block_b = max(1, min(64, 8192 // block_e))
-    scan_kernel[(1,)](
-        block_counts, memory.own["counts"], memory.own["starts"], num_blocks, E=num_experts, BLOCK_B=block_b, BLOCK_E=block_e, num_warps=8
+    scan_kernel[(triton.cdiv(num_experts, SCANNED_EXPERTS),)](
+        block_counts, memory.own["counts"], num_blocks, E=num_experts, BLOCK_B=SCANNED_BLOCKS, BLOCK_E=SCANNED_EXPERTS, num_warps=8
     )
-    if num_blocks:
-        place_kernel[(num_blocks,)](
-            ids_TK, block_counts, memory.own["starts"], memory.own["order"], num_slots,
-            E=num_experts, BLOCK_N=BLOCK_N, CHUNK=64, num_warps=8,
-        )
+    place_kernel[(max(num_blocks, 1),)](
+        ids_TK, block_counts, memory.own["counts"], memory.own["starts"], memory.own["order"], num_slots,
+        E=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_N=BLOCK_N, CHUNK=64, num_warps=4,
+    )  # fmt: skip
 
 
 def write_rows(memory: PeerMemory, schedule: DeviceSchedule, num_experts: int, num_programs: int, tile_m: int = TILE_M) -> None:
