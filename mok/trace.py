@@ -54,7 +54,6 @@ KINDS = {
         "down": Kind("down", "combine", "h_ready"),
         "shared up": SHARED,
         "shared down": SHARED,
-        "nothing": Kind("between tasks", "between tasks", "between tasks"),
     },
     "backward": {
         "pull": Kind("dispatch", "dispatch", "a free place"),
@@ -178,7 +177,7 @@ def forward_timeline(workspace: Any, words: Tensor, programs: int, kernel_ns: fl
 
     names = {
         tasks.PULL.value: "pull", tasks.UP.value: "up", tasks.DOWN.value: "down", tasks.SHARED_UP.value: "shared up",
-        tasks.SHARED_DOWN.value: "shared down", tasks.NOTHING.value: "nothing",
+        tasks.SHARED_DOWN.value: "shared down",
     }  # fmt: skip
     listed = workspace.scratch["tasks"].cpu()
     task = listed[1 : 1 + int(listed[0])]

@@ -53,7 +53,7 @@ class Prepared:
 def prepare(workspace: Any, rows: Any, x_TH: Tensor, experts: Experts, plan: Any, left_out: Sequence[str]) -> Prepared:
     """left_out: some of dispatch, experts, combine. rows: this batch's DeviceSchedule."""
     from mok.kernels import launch
-    from mok.kernels.tasks import DOWN, PULL
+    from mok.kernels.tasks import DOWN, END, PULL
 
     gate_LIH = experts[0]
     args: dict[str, Any] = launch.kernel_arguments(
@@ -77,7 +77,9 @@ def prepare(workspace: Any, rows: Any, x_TH: Tensor, experts: Experts, plan: Any
     template, tasks = torch.zeros_like(args["signals_ptr"]), args["tasks_ptr"]
     listed = tasks[1:]
     if "dispatch" in left_out:
-        listed.copy_(torch.where((listed & 7) == PULL.value, listed - PULL.value, listed))  # nothing to do
+        kept = listed[: int(tasks[0])]
+        kept = kept[(kept & 7) != PULL.value]
+        tasks[0], listed[: len(kept)], listed[len(kept)] = len(kept), kept, END.value
         template[32 : 32 + stride] = args["PARTS"]
     if "combine" in left_out:
         listed.copy_(torch.where((listed & 7) == DOWN.value, listed + (shift << 32), listed))

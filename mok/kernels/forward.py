@@ -28,7 +28,7 @@ from mok.kernels.signals import (
     order_copy_engine,
     wait_for,
 )
-from mok.kernels.tasks import DOWN, END, NOTHING, PULL, SHARED_DOWN, SHARED_UP, UP, find, of_lane_0, unpack
+from mok.kernels.tasks import DOWN, END, PULL, SHARED_DOWN, SHARED_UP, UP, find, of_lane_0, unpack
 from mok.kernels.trace import BEGIN, COMPUTED, DONE, READY, note, note_begin, note_end
 
 
@@ -203,8 +203,6 @@ def forward_kernel(
                     )  # fmt: skip
                 order_copy_engine(tile)
                 announce(x_ready_ptr + tile)
-                following = find(tasks_ptr, taken, num_tasks, lanes)
-            elif kind == NOTHING:
                 following = find(tasks_ptr, taken, num_tasks, lanes)
             elif half != 0:
                 following = expert_task(

@@ -27,7 +27,7 @@ from mok.kernels.experts import find_slots, push_to_slots, rounded_pairs, swiglu
 from mok.kernels.forward import wait_for_inputs
 from mok.kernels.quantize import e4m3_rows, e4m3_to_fp32, scale_of
 from mok.kernels.signals import INTERPRETING, announce, finish_copy_engine_stores, order_copy_engine
-from mok.kernels.tasks import END, NOTHING, PULL, UP, find, of_lane_0, unpack
+from mok.kernels.tasks import END, PULL, UP, find, of_lane_0, unpack
 from mok.kernels.trace import BEGIN, COMPUTED, DONE, READY, note, note_begin, note_end
 
 
@@ -213,8 +213,6 @@ def forward_fp8_kernel(
                 )  # fmt: skip
                 order_copy_engine(tile)
                 announce(x_ready_ptr + tile)
-                following = find(tasks_ptr, taken, num_tasks, lanes)
-            elif kind == NOTHING:
                 following = find(tasks_ptr, taken, num_tasks, lanes)
             elif half != 0:
                 following = expert_task_fp8(

@@ -42,7 +42,7 @@ from mok.kernels.experts import gated, in_order, packed, rounded_halves, rounded
 from mok.kernels.forward import needs, wait_for_inputs
 from mok.kernels.gradients import slices
 from mok.kernels.signals import announce, finish_copy_engine_stores, order_copy_engine, peer_address
-from mok.kernels.tasks import DOWN, END, NOTHING, PULL, SHARED_DOWN, SHARED_UP, UP, find, unpack
+from mok.kernels.tasks import DOWN, END, PULL, SHARED_DOWN, SHARED_UP, UP, find, unpack
 from mok.kernels.trace import BEGIN, COMPUTED, DONE, READY, note, note_begin, note_end
 
 # By the names of Triton 3.6, or by later ones.
@@ -566,6 +566,20 @@ def expert_task(
     look = gl.maximum(last - (8 if ROUNDS > 0 else 4), begun)
     turn = gl.maximum(last - 2, begun)
     # The next task is looked up in a few moves, each of which has a few steps' time until the following one looks at what it fetched.
+    if PULLS:
+        soon = gl.minimum(begun + FLYING, look)
+        for i in range(begun, soon):
+            total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
+            begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
+        if begun > EARLY:  # the stores had some steps' time
+            finish_copy_engine_stores(aside_tile)
+            announce(x_ready_ptr + aside_tile)
+            if TRACE:  # it took no time of its own
+                note(trace_ptr, aside_ticket, BEGIN)
+                note(trace_ptr, aside_ticket, READY)
+                note(trace_ptr, aside_ticket, DONE)
+            aside_tile = aside_tile * 0 - 1
+        begun = soon
     for i in range(begun, look):
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
         begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
@@ -577,14 +591,6 @@ def expert_task(
         for i in range(look, second):
             total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
             begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
-        if PULLS and begun > EARLY:
-            finish_copy_engine_stores(aside_tile)
-            announce(x_ready_ptr + aside_tile)
-            if TRACE:  # it took no time of its own
-                note(trace_ptr, aside_ticket, BEGIN)
-                note(trace_ptr, aside_ticket, READY)
-                note(trace_ptr, aside_ticket, DONE)
-            aside_tile = aside_tile * 0 - 1
         next_task = of_lane_0(following)
         next_is_pull = ((next_task & 7) == PULL) & (aside_tile < 0)
         behind = gl.atomic_add(signals_ptr + lanes, lanes * 0 + 1, mask=(lanes == 0) & next_is_pull, sem="relaxed", scope="gpu")
@@ -746,9 +752,6 @@ def forward_hopper_kernel(
                 finish_copy_engine_stores(tile)
                 announce(x_ready_ptr + tile)
                 task = gl.where(was_aside, this, of_lane_0(following))
-                held = nothing_held(q * 0)
-            elif kind == NOTHING:
-                task = of_lane_0(find(tasks_ptr, taken, num_tasks, lanes))
                 held = nothing_held(q * 0)
             elif half != 0:
                 task, loaded, held, steps, taken, aside = expert_task(

@@ -23,7 +23,7 @@ from mok.kernels.experts import find_slots, in_order, push_to_slots, rounded_hal
 from mok.kernels.forward import wait_for_inputs
 from mok.kernels.quantize import e4m3_to_fp32, quantize_tile, scale_of
 from mok.kernels.signals import INTERPRETING, announce, finish_copy_engine_stores, order_copy_engine
-from mok.kernels.tasks import END, NOTHING, PULL, UP, find, of_lane_0, unpack
+from mok.kernels.tasks import END, PULL, UP, find, of_lane_0, unpack
 from mok.kernels.trace import BEGIN, COMPUTED, DONE, READY, note, note_begin, note_end
 
 CODES = tl.constexpr(4)  # codes of a row in a tile of codes
@@ -198,8 +198,6 @@ def forward_mxfp8_kernel(
                 )  # fmt: skip
                 order_copy_engine(tile)
                 announce(x_ready_ptr + tile)
-                following = find(tasks_ptr, taken, num_tasks, lanes)
-            elif kind == NOTHING:
                 following = find(tasks_ptr, taken, num_tasks, lanes)
             else:
                 following = expert_task_mxfp8(

@@ -56,6 +56,7 @@ BLOCK_TICKETS = 256
 
 BLOCK_TILES = tl.constexpr(16)  # about as many rows of tiles are worked on together, so that both operands stay in the L2 cache
 HEAD = tl.constexpr(24)  # tiles; no block of `swizzle` has more rows
+assert HEAD.value >= BLOCK_TILES.value * 3 // 2
 
 
 @triton.jit

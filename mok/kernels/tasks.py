@@ -21,8 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Kinds of tasks. NOTHING is in no list that is made here: `mok.bench.overlap` puts it where it leaves out a pull.
-NOTHING = tl.constexpr(0)
+# Kinds of tasks.
 PULL = tl.constexpr(1)
 UP = tl.constexpr(2)
 DOWN = tl.constexpr(3)
