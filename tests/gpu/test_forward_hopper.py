@@ -68,6 +68,18 @@ def test_bits_do_not_depend_on_knobs(changes):
         assert torch.equal(Group(problem, ranks, ForwardPlan(**changes)).run(), first), ranks
 
 
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_pulls_between_products(parts):
+    """Up tasks have enough steps for a pull between them; with a small ring some pulls find their place taken and are done before."""
+    problem = Problem(1500, 4096, 768, 12, 4, masked=0.05)
+    first = Group(problem, 1, ORDINARY).run()
+    for plan in (ForwardPlan(parts=parts), ForwardPlan(parts=parts, minibatch_tiles=4, ring_tiles=8)):
+        for ranks in (1, 2):
+            group = Group(problem, ranks, plan)
+            for repeat in range(10):
+                assert torch.equal(group.run(delay=bool(repeat % 2)), first), (plan, ranks, repeat)
+
+
 SHARED_SIZES = {  # tokens, hidden, width, experts, K, width of the shared experts
     "plain": (1024, 1024, 512, 8, 2, 512),
     "ragged": (777, 2880, 2880, 9, 4, 1416),
