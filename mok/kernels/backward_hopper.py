@@ -28,7 +28,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from mok.kernels.backward import SHARED, wait_for_group, wait_for_inputs
-from mok.kernels.experts import in_order
+from mok.kernels.experts import in_order, rounded_halves
 from mok.kernels.forward_hopper import (
     AHEAD,
     HALF_SUMS,
@@ -42,12 +42,12 @@ from mok.kernels.forward_hopper import (
     THREADS,
     TILE,
     WHOLE_SUMS,
-    by_rows,
     copy_in,
     copy_out,
     find_rows,
     find_slots,
     finish_pushes,
+    finish_stores,
     halves,
     in_pairs,
     of_lane_0,
@@ -360,19 +360,14 @@ def nothing_held(zero):
 def choose_output(kind, part, out_descs, shared_out_descs, S: gl.constexpr):
     """Where part 0 (gate), 1 (up) or 2 (down) of the weights' gradients goes."""
     gate_desc, up_desc, down_desc = out_descs
+    if S > 0:
+        if kind == SHARED_D_WEIGHT:
+            gate_desc, up_desc, down_desc = shared_out_descs
     out_desc = gate_desc
     if part == 1:
         out_desc = up_desc
     elif part == 2:
         out_desc = down_desc
-    if S > 0:
-        if kind == SHARED_D_WEIGHT:
-            shared_gate_desc, shared_up_desc, shared_down_desc = shared_out_descs
-            out_desc = shared_gate_desc
-            if part == 1:
-                out_desc = shared_up_desc
-            elif part == 2:
-                out_desc = shared_down_desc
     return out_desc
 
 
@@ -394,19 +389,8 @@ def finish_step(
     if ANY_WEIGHT:
         if (kind == D_WEIGHT) | (kind == SHARED_D_WEIGHT):
             out_desc = choose_output(kind, part, out_descs, shared_out_descs, S)
-            pairs = reinterpret(staging, gl.int32, [TILE, TILE // 2], PAIRS_IN_SHARED)
-            if i == 0:
-                pairs.store(first)
-                fence_async_shared()
-            elif i == 1:
-                copy_out(out_desc, [row, column], staging)
-                tma.store_wait(0)
-                thread_barrier()
-                pairs.store(second)
-                fence_async_shared()
-            elif i == 2:
-                copy_out(out_desc, [row, column + TILE], staging)
-            elif i == 3:
+            finish_stores(i, first, second, out_desc, out_desc, [row, column], [row, column + TILE], staging)
+            if i == 3:
                 tma.store_wait(0)
                 thread_barrier()  # a hidden task loads gate and up to there
 
@@ -707,7 +691,7 @@ def product_task(
             announce(shared_ready_ptr + tile)
             gl.atomic_add(shared_ready_ptr + shared_tiles, 1, sem="release", scope="gpu")
     elif FORM == HALF:
-        first, second = halves(total, staging, ROWS)
+        first, second = halves(total, staging)
         column = part * (2 * TILE)
         push_to_slots(first, slots, sources, column, H)
         push_to_slots(second, slots, sources, column + TILE, H)
@@ -743,6 +727,15 @@ def load_again(x_desc, pair_desc, row, b_row, i, q, live, a_stages, b_stages, ba
 
 
 @gluon.jit
+def by_rows(y, staging):
+    """A whole tile of a product in the layout of pushes."""
+    thread_barrier()
+    staging.store(y)
+    thread_barrier()
+    return staging.load(PUSHED)
+
+
+@gluon.jit
 def gate_up_task(
     task, ticket, q, taken, places, list_ptr, total_tasks, x_desc, pair_desc, gate_first, ring_d_gate_ptr, ring_d_up_ptr,
     gate_ready_ptr, group_done_ptr, trace_ptr, ring, H: gl.constexpr, I: gl.constexpr, TRACE: gl.constexpr,
@@ -764,12 +757,12 @@ def gate_up_task(
     if TRACE:
         note(trace_ptr, ticket, COMPUTED)
     next_ticket = of_lane_0(taken)
-    first, second = halves(total, staging, TILE)
+    first, second = rounded_halves(total, TILE, TILE)
     gate, up = in_order(first, second, gate_first)
     rows = (place + gl.arange(0, TILE, gl.SliceLayout(1, PUSHED))).to(gl.int64) * I
     at = rows[:, None] + (part * TILE + gl.arange(0, TILE, gl.SliceLayout(0, PUSHED)))[None, :]
-    gl.store(ring_d_gate_ptr + at, by_rows(gate, staging, TILE))
-    gl.store(ring_d_up_ptr + at, by_rows(up, staging, TILE))
+    gl.store(ring_d_gate_ptr + at, by_rows(gate, staging))
+    gl.store(ring_d_up_ptr + at, by_rows(up, staging))
     fence_async_shared()
     order_copy_engine(tile)
     announce(gate_ready_ptr + tile)
@@ -819,12 +812,7 @@ def cut_task(
         place = carry_ptr + part.to(gl.int64) * (I * H) + (r.to(gl.int64) * columns)[:, None] + c[None, :]
         gl.store(place, total, mask=(r < rows)[:, None] & (c < columns)[None, :])
     else:
-        gate_out_desc, up_out_desc, down_out_desc = out_descs
-        out_desc = gate_out_desc
-        if part == 1:
-            out_desc = up_out_desc
-        elif part == 2:
-            out_desc = down_out_desc
+        out_desc = choose_output(kind, part, out_descs, none, 0)
         finish_weight(in_pairs(total), out_desc, expert * rows + to_row, column, q + steps, staging, b_stages)
     announce(group_done_ptr + group)
     return read_task(next_ticket, list_ptr, total_tasks), next_ticket, steps

@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mok.kernels.dispatch import find_tokens
-from mok.kernels.experts import gated, in_order, packed, rounded_halves, rounded_pairs, swiglu, unpacked
+from mok.kernels.experts import gated, in_order, packed, rounded_pairs, swiglu, unpacked
 from mok.kernels.forward import needs, wait_for_inputs
 from mok.kernels.gradients import slices
 from mok.kernels.signals import announce, finish_copy_engine_stores, order_copy_engine, peer_address
@@ -82,10 +82,10 @@ def of_lane_0(values):
 
 @gluon.jit
 def operands(
-    kind, tile, part, expert, ring, x_desc, h_desc, gate_up_desc, down_desc,
-    half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, H: gl.constexpr, I: gl.constexpr, S: gl.constexpr,
+    kind, tile, part, expert, ring, descs, H: gl.constexpr, I: gl.constexpr, S: gl.constexpr
 ):  # fmt: skip
     """-> (descriptor of rows, of pairs, first row, first row of the pair, steps) of an up or down task."""
+    x_desc, h_desc, gate_up_desc, down_desc, shared_x_desc, shared_h_desc, shared_gate_up_desc, shared_down_desc = descs
     a_desc = h_desc
     b_desc = down_desc
     a_row = (tile % ring) * TILE
@@ -99,13 +99,13 @@ def operands(
         steps = (H + STEP - 1) // STEP
     if S > 0:
         if kind == SHARED_UP:
-            a_desc = half_shared_x_desc
+            a_desc = shared_x_desc
             b_desc = shared_gate_up_desc
             a_row = tile * TILE
             b_row = part * TILE
             steps = (H + STEP - 1) // STEP
         elif kind == SHARED_DOWN:
-            a_desc = half_shared_h_desc
+            a_desc = shared_h_desc
             b_desc = shared_down_desc
             a_row = tile * TILE
             b_row = column
@@ -141,36 +141,20 @@ def multiply_step(total, q, a_stages, b_stages, barriers, ROWS: gl.constexpr, FI
 
 
 @gluon.jit
-def halves(total, staging, ROWS: gl.constexpr):
-    """`experts.rounded_halves`. A half tile's warpgroups hold one tile of the pair each, so that they exchange them through staging."""
-    if ROWS == TILE:
-        first, second = rounded_halves(total, ROWS, TILE)
-    else:
-        place = reinterpret(staging, gl.bfloat16, [ROWS, 2 * TILE], ROWS_IN_SHARED)
-        place.store(rounded_pairs(total))
-        thread_barrier()
-        first = place.slice(0, TILE, dim=1).load(PUSHED)
-        second = place.slice(TILE, TILE, dim=1).load(PUSHED)
-    return first, second
-
-
-@gluon.jit
-def by_rows(y, staging, ROWS: gl.constexpr):
-    """A tile of `halves` in the layout of pushes."""
-    rows = y
-    if ROWS == TILE:
-        thread_barrier()
-        staging.store(y)
-        thread_barrier()
-        rows = staging.load(PUSHED)
-    return rows
-
-
-@gluon.jit
-def store_tile(value, desc, row, column, staging, ROWS: gl.constexpr):
-    """Begin the store of a bf16 tile from staging, which no store reads."""
+def halves(total, staging):
+    """`experts.rounded_halves` of half a tile, in the layout of pushes: its warpgroups hold one tile of the pair each, so that they
+    exchange them through staging."""
+    place = reinterpret(staging, gl.bfloat16, [TILE // 2, 2 * TILE], ROWS_IN_SHARED)
+    place.store(rounded_pairs(total))
     thread_barrier()
-    place = staging.slice(0, ROWS)
+    return place.slice(0, TILE, dim=1).load(PUSHED), place.slice(TILE, TILE, dim=1).load(PUSHED)
+
+
+@gluon.jit
+def store_half_tile(value, desc, row, column, staging):
+    """Begin the store of half a bf16 tile from staging, which no store reads."""
+    thread_barrier()
+    place = staging.slice(0, TILE // 2)
     place.store(value)
     fence_async_shared()
     thread_barrier()
@@ -184,19 +168,37 @@ def store_half_hidden(
 ):  # fmt: skip
     """`experts.store_hidden` of half a tile, whose other half is padding. h's store is not finished."""
     ROWS: gl.constexpr = TILE // 2
-    first, second = halves(total, staging, ROWS)
+    first, second = halves(total, staging)
     gate, up = in_order(first, second, gate_first)
     if SAVE:
         if row < saved_rows:
-            store_tile(gate, gate_desc, row, column, staging, ROWS)
+            store_half_tile(gate, gate_desc, row, column, staging)
             tma.store_wait(0)
-            store_tile(up, up_desc, row, column, staging, ROWS)
+            store_half_tile(up, up_desc, row, column, staging)
             tma.store_wait(0)
-            store_tile(gl.full([ROWS, TILE], 0, gl.bfloat16, PUSHED), gate_desc, row + ROWS, column, staging, ROWS)
+            store_half_tile(gl.full([ROWS, TILE], 0, gl.bfloat16, PUSHED), gate_desc, row + ROWS, column, staging)
             copy_out(up_desc, [row + ROWS, column], staging.slice(0, ROWS))
             tma.store_wait(0)
     hidden = rounded_pairs(swiglu(gate, up, limit, CLAMP))
-    store_tile(hidden, h_desc, ring_row, column, staging, ROWS)
+    store_half_tile(hidden, h_desc, ring_row, column, staging)
+
+
+@gluon.jit
+def finish_stores(i: gl.constexpr, first, second, first_desc, second_desc, first_at, second_at, staging):
+    """Step i of the stores of two whole tiles, of `in_pairs`, one after the other, in an order of three steps with a barrier before each.
+    The second one's is not finished."""
+    pairs = reinterpret(staging, gl.int32, [TILE, TILE // 2], PAIRS_IN_SHARED)
+    if i == 0:
+        pairs.store(first)
+        fence_async_shared()
+    elif i == 1:
+        copy_out(first_desc, first_at, staging)
+        tma.store_wait(0)
+        thread_barrier()
+        pairs.store(second)
+        fence_async_shared()
+    elif i == 2:
+        copy_out(second_desc, second_at, staging)
 
 
 @gluon.jit
@@ -212,17 +214,8 @@ def finish_hidden(
     pairs = reinterpret(staging, gl.int32, [TILE, TILE // 2], PAIRS_IN_SHARED)
     if SAVE:
         if row < saved_rows:
-            if i == 0:
-                pairs.store(gate)
-                fence_async_shared()
-            elif i == 1:
-                copy_out(gate_desc, [row, column], staging)
-                tma.store_wait(0)
-                thread_barrier()
-                pairs.store(up)
-                fence_async_shared()
-            elif i == 2:
-                copy_out(up_desc, [row, column], staging)
+            finish_stores(i, gate, up, gate_desc, up_desc, [row, column], [row, column], staging)
+            if i == 2:
                 tma.store_wait(0)
                 thread_barrier()
     if (i == FIRST) | (i == FIRST + 1):
@@ -507,12 +500,7 @@ def answer(
 
 @gluon.jit
 def expert_task(
-    kind, tile, part, expert, q, loaded, held, aside, ticket, taken, lanes, tasks_ptr, num_tasks,
-    x_desc, h_desc, gate_up_desc, down_desc, store_h_desc, save_gate_desc, save_up_desc, hidden_descs,
-    half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, shared_descs,
-    a_stages, b_stages, staging, barriers, x_ptr, x_ptrs, ring_ptr, shared_out_ptr, combine_ptr, combine_ptrs,
-    peer_rank_ptr, peer_token_idx_ptr, signals_ptr, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
-    ring, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
+    kind, tile, part, expert, q, loaded, held, aside, ticket, taken, lanes, places, descs, out_descs, pointers, numbers,
     H: gl.constexpr, I: gl.constexpr, S: gl.constexpr, K: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, SHARED_CLAMP: gl.constexpr,
     SAVE: gl.constexpr, PARTS: gl.constexpr, UPS: gl.constexpr, DOWNS: gl.constexpr, SHARED_UPS: gl.constexpr, ROWS: gl.constexpr,
     CHUNKS: gl.constexpr, ROUNDS: gl.constexpr, TRACE: gl.constexpr,
@@ -521,13 +509,17 @@ def expert_task(
     (state, tile, part, `in_pairs`). aside: the pull that was put aside (its tile or -1, part, ticket); nothing is, if ROUNDS is 0. -> (the
     next task, whether its first loads are under way, what this one holds, steps, the next task's ticket in lane 0, what is put aside)."""
     aside_tile, aside_part, aside_ticket = aside
+    a_stages, b_stages, staging, barriers = places
+    hidden_descs, half_hidden_descs, shared_descs = out_descs
+    (
+        tasks_ptr, x_ptr, x_ptrs, ring_ptr, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
+        signals_ptr, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
+    ) = pointers  # fmt: skip
+    num_tasks, ring, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit = numbers
     SUMS: gl.constexpr = WHOLE_SUMS if ROWS == TILE else HALF_SUMS
     row = tile * TILE
     SHARED: gl.constexpr = (S > 0) & (ROWS == TILE)  # of a shared expert every tile is whole
-    a_desc, b_desc, a_row, b_row, steps = operands(
-        kind, tile, part, expert, ring, x_desc, h_desc, gate_up_desc, down_desc,
-        half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, H, I, S if SHARED else 0,
-    )  # fmt: skip
+    a_desc, b_desc, a_row, b_row, steps = operands(kind, tile, part, expert, ring, descs, H, I, S if SHARED else 0)
     if loaded == 0:
         for i in gl.static_range(AHEAD):
             begin_load(a_desc, b_desc, a_row, b_row, i, q + i, a_stages, b_stages, barriers, ROWS)
@@ -597,8 +589,7 @@ def expert_task(
         for i in range(second, third):
             total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
             begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
-        at = gl.minimum(gl.where(next_is_pull, behind, 0), num_tasks)
-        following = gl.load(tasks_ptr + 1 + at, mask=(lanes == 0) & next_is_pull, other=0)
+        following = find(tasks_ptr, gl.where(next_is_pull, behind, 0), num_tasks, lanes)
         for i in range(third, turn):
             total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
             begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
@@ -625,8 +616,7 @@ def expert_task(
     load_next = load_next & ((aside_tile < 0) | (next_is_pull & (next_kind == UP) & (next_half == 0)))  # else what is aside is pulled first
     order_copy_engine(next_tile)
     next_a_desc, next_b_desc, next_a_row, next_b_row, _ = operands(
-        next_kind, next_tile, next_part, next_expert, ring, x_desc, h_desc, gate_up_desc, down_desc,
-        half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, H, I, S,
+        next_kind, next_tile, next_part, next_expert, ring, descs, H, I, S
     )  # fmt: skip
     if ROWS < TILE:
         slots, sources = find_slots(peer_rank_ptr, peer_token_idx_ptr, combine_ptr, combine_ptrs, row, kind == DOWN, H, R, ROWS)
@@ -647,13 +637,14 @@ def expert_task(
     else:
         _, _, _, results = nothing_held(q * 0)
         if kind == UP:
+            h_desc, gate_desc, up_desc = half_hidden_descs
             store_half_hidden(
-                total, gate_first, store_h_desc, save_gate_desc, save_up_desc, a_row, row, part * TILE, saved_rows, limit, staging,
+                total, gate_first, h_desc, gate_desc, up_desc, a_row, row, part * TILE, saved_rows, limit, staging,
                 CLAMP, SAVE,
             )  # fmt: skip
         else:
             column = gl.minimum(part * (2 * TILE), H - 2 * TILE)
-            ab, ac = halves(total, staging, ROWS)
+            ab, ac = halves(total, staging)
             push_to_slots(ab, slots, sources, column, H)
             push_to_slots(ac, slots, sources, column + TILE, H)
         state = kind + OUT
@@ -714,8 +705,19 @@ def forward_hopper_kernel(
     q = num_tasks * 0  # steps begun by this program
     loaded = num_tasks * 0  # whether the task's first loads are under way,
     held = nothing_held(num_tasks * 0)  # and what the task before it has left to be finished
-    hidden_descs = (store_h_desc, save_gate_desc, save_up_desc)
-    shared_descs = (store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc)
+    places = (a_stages, b_stages, staging, barriers)
+    descs = (
+        half_x_desc, half_h_desc, gate_up_desc, down_desc, half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc
+    )  # fmt: skip
+    out_descs = (
+        (store_h_desc, save_gate_desc, save_up_desc), (store_half_h_desc, save_half_gate_desc, save_half_up_desc),
+        (store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc),
+    )  # fmt: skip
+    pointers = (
+        tasks_ptr, x_ptr, x_ptrs, ring_ptr, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
+        signals_ptr, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
+    )  # fmt: skip
+    numbers = (num_tasks, ring, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit)
     aside = (num_tasks * 0 - 1, num_tasks * 0, num_tasks * 0)  # a pull that was put aside
     while ((task & 7) != END) | (aside[0] >= 0):
         kind, tile, part, expert, half = unpack(task)
@@ -755,22 +757,12 @@ def forward_hopper_kernel(
                 held = nothing_held(q * 0)
             elif half != 0:
                 task, loaded, held, steps, taken, aside = expert_task(
-                    kind, tile, part, expert, q, loaded, held, aside, ticket, taken, lanes, tasks_ptr, num_tasks,
-                    half_x_desc, half_h_desc, gate_up_desc, down_desc, store_half_h_desc, save_half_gate_desc, save_half_up_desc,
-                    hidden_descs, half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, shared_descs,
-                    a_stages, b_stages, staging, barriers, x_ptr, x_ptrs, ring_ptr, shared_out_ptr, combine_ptr, combine_ptrs,
-                    peer_rank_ptr, peer_token_idx_ptr, signals_ptr, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
-                    ring, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
+                    kind, tile, part, expert, q, loaded, held, aside, ticket, taken, lanes, places, descs, out_descs, pointers, numbers,
                     H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, UPS, DOWNS, SHARED_UPS, TILE // 2, CHUNKS, ROUNDS, TRACE,
                 )  # fmt: skip
             else:
                 task, loaded, held, steps, taken, aside = expert_task(
-                    kind, tile, part, expert, q, loaded, held, aside, ticket, taken, lanes, tasks_ptr, num_tasks,
-                    half_x_desc, half_h_desc, gate_up_desc, down_desc, store_half_h_desc, save_half_gate_desc, save_half_up_desc,
-                    hidden_descs, half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, shared_descs,
-                    a_stages, b_stages, staging, barriers, x_ptr, x_ptrs, ring_ptr, shared_out_ptr, combine_ptr, combine_ptrs,
-                    peer_rank_ptr, peer_token_idx_ptr, signals_ptr, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
-                    ring, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
+                    kind, tile, part, expert, q, loaded, held, aside, ticket, taken, lanes, places, descs, out_descs, pointers, numbers,
                     H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, UPS, DOWNS, SHARED_UPS, TILE, CHUNKS, ROUNDS, TRACE,
                 )  # fmt: skip
         q += steps
