@@ -172,10 +172,10 @@ def forward(arch: int, hidden=7168, width=2048, shared=0, ranks=1, save=False, m
     return [compile_one(forward_kernel, arch, constants, PLAN.num_warps, PLAN.num_stages)]
 
 
-def forward_hopper(hidden=7168, width=2048, shared=0, ranks=1, save=False, trace=False) -> list[dict[str, object]]:
+def forward_hopper(hidden=7168, width=2048, shared=0, ranks=1, save=False) -> list[dict[str, object]]:
     constants = dict(
         H=hidden, I=width, S=shared, K=8, R=ranks, CLAMP=save, SHARED_CLAMP=save, SAVE=save, PARTS=PLAN.parts, BLOCK_H=PLAN.block_h,
-        TRACE=trace, **without(shared),
+        TRACE=False, **without(shared),
     )  # fmt: skip
     return [compile_one(forward_hopper_kernel, 90, constants, PLAN.num_warps)]
 
@@ -223,7 +223,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 HOPPER_SIZES: dict[str, dict[str, Any]] = {
     **SIZES, "shared": dict(shared=2048), "saved two ranks": dict(hidden=4096, width=14336, ranks=2, save=True),
-    "odd sizes": dict(hidden=2880, width=1408), "no pulls": dict(hidden=1024, width=1024), "trace": dict(trace=True),
+    "odd sizes": dict(hidden=2880, width=1408),
 }  # fmt: skip
 FORWARDS = {"forward": forward, "forward mxfp8": functools.partial(forward, mxfp8=True), "fp8": forward_fp8, "mxfp8": forward_mxfp8}
 TASKS = dict(TILES=16, PARTS=4, UPS=16, DOWNS=28, SHARED_UPS=16, BLOCK_M=128, HALF_TILES=True, BLOCK=256)

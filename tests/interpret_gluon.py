@@ -25,7 +25,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 
-STORED = {tl.bfloat16: np.uint16, tl.float32: np.float32, tl.int32: np.int32, tl.int64: np.int64}
+STORED = {tl.bfloat16: np.uint16, tl.float32: np.float32, tl.int64: np.int64}
 GARBAGE = {tl.bfloat16: 0x7FC1, tl.int64: 0}  # a NaN
 
 

@@ -31,10 +31,9 @@ PLAN = BackwardPlan(num_sms=2, ring_tiles=64, group_tiles=1, parts=2, run=1)
 
 
 def note(name: str, arguments: tuple, result: tuple) -> None:
-    """Of every task that multiplies: its kind, whether it had been loaded for, whether it loaded for the next one, and the kind of the one
-    before it whose results it stored, or 0."""
+    """Of every task that multiplies: its kind, whether it had been loaded for, and whether it loaded for the next one."""
     if name == "product_task":
-        TOLD.add(arguments[0][0], arguments[3], result[2], arguments[5][0])
+        TOLD.add(arguments[0][0], arguments[3], result[2])
 
 
 KERNEL = interpreted(backward_hopper, forward_hopper, note=note)["backward_hopper_kernel"]
@@ -53,25 +52,21 @@ def make_saved(problem: Problem, ranks: int, tiles: int) -> list[Saved]:
     return [replace(kept, gate_CI=random(), up_CI=random()) for kept in made]
 
 
-def same_bits(
-    problem: Problem, ranks: int, plan: BackwardPlan, saved_tiles: int = 64, clamp: float | None = None, kinds=KINDS, held=()
-) -> None:
+def same_bits(problem: Problem, ranks: int, plan: BackwardPlan, saved_tiles: int = 64, clamp: float | None = None, kinds=KINDS) -> None:
     """The bits of the ordinary kernel; and loads of some tasks begin before the task, of others not. kinds: with one program, so that
-    nobody is late, some of each. held: of these kinds, likewise, some whose results the next task stores."""
+    nobody is late, some of each."""
     d_y = make_d_y(problem)
     options = dict(clamp=clamp, shared_clamp=clamp, saved=make_saved(problem, ranks, saved_tiles), deadline_s=300.0)
     want = run(problem, d_y, ranks, replace(plan, prefetch=False), **options)
     TOLD.take()
     got = run_hopper(problem, d_y, ranks, plan, **options, max_delay_s=0.01)
     assert_equal(got, want, (ranks, plan))
-    tasks = TOLD.take(4)
-    loaded = sum(count for (_, loaded, _, _), count in tasks.items() if loaded)
-    assert loaded == sum(count for (_, _, loads, _), count in tasks.items() if loads), tasks
+    tasks = TOLD.take()
+    loaded = sum(count for (_, loaded, _), count in tasks.items() if loaded)
+    assert loaded == sum(count for (*_, loads), count in tasks.items() if loads), tasks
     assert 0 < loaded < tasks.total(), tasks
     for kind in kinds * (plan.num_sms == 1):
-        assert any(kind == found and loaded for found, loaded, _, _ in tasks), (kind, tasks)
-    for kind in held:
-        assert any(stored == kind for *_, stored in tasks), (kind, tasks)
+        assert any(kind == found and loaded for found, loaded, _ in tasks), (kind, tasks)
 
 
 def few_rows(problem: Problem) -> Problem:
@@ -88,16 +83,6 @@ def case_bits():
     same_bits(few_rows(Problem(0, 400, 384, 384, 3, 1)), 1, PLAN)
     same_bits(Problem(1, 150, 384, 512, 3, 2), 2, replace(PLAN, num_sms=1), clamp=0.5)
     same_bits(Problem(2, 100, 512, 384, 4, 2), 1, replace(PLAN, num_sms=3, group_tiles=4))
-
-
-def case_held():
-    """Results that the next task stores: into hidden tasks, whose gate and up come to where they were, d_x and weights' gradients, of
-    enough steps and of one step too few; of shared experts, too."""
-    of_experts = (D_X.value, D_WEIGHT.value)
-    same_bits(Problem(9, 700, 512, 512, 1, 1), 1, replace(PLAN, num_sms=1, group_tiles=2), held=of_experts)
-    same_bits(few_rows(Problem(10, 900, 512, 768, 3, 1)), 2, replace(PLAN, num_sms=1), held=of_experts)
-    shared_ones = Problem(11, 500, 512, 512, 2, 1, shared_width=512)
-    same_bits(shared_ones, 1, replace(PLAN, num_sms=1), kinds=SHARED_KINDS, held=(SHARED_D_X.value, SHARED_D_WEIGHT.value))
 
 
 def case_small_ring():

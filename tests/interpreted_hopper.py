@@ -17,18 +17,15 @@ from interpret_gluon import Told, expect_found, interpreted
 
 from mok.kernels import forward_hopper
 from mok.kernels.launch import ForwardPlan
-from mok.kernels.tasks import PULL, SHARED_DOWN, SHARED_UP, UP
+from mok.kernels.tasks import SHARED_DOWN, SHARED_UP, UP
 
 TOLD = Told()
 
 
 def note(name: str, arguments: tuple, result: tuple) -> None:
-    """Of every task that multiplies: its kind, whether it had been loaded for, and whether it loaded for the next one. And of every pull
-    between products."""
+    """Of every task that multiplies: its kind, whether it had been loaded for, and whether it loaded for the next one."""
     if name == "expert_task":
         TOLD.add(arguments[0], arguments[5], result[1])
-    elif name == "pull_between":
-        TOLD.add(PULL, 1, 1)
 
 
 KERNEL = interpreted(forward_hopper, note=note)["forward_hopper_kernel"]
@@ -37,7 +34,7 @@ KERNEL = interpreted(forward_hopper, note=note)["forward_hopper_kernel"]
 def case_bits():
     """The bits of the ordinary kernel: one rank and two, several programs, whole and half tiles, rings used again, steps that are not full,
     the fewest steps, gate and up saved; and loads of some tasks begin before the task, of others not."""
-    sizes = [(150, 456, 512, 2, 2, 2, 1, 100), (160, 512, 456, 3, 2, 1, 3, None)]
+    sizes = [(150, 264, 320, 2, 2, 2, 1, 100), (160, 320, 264, 3, 2, 1, 3, None)]
     for seed, (tokens, hidden, width, experts, top_k, ranks, programs, saved_rows) in enumerate(sizes):
         same_bits(Problem(seed, tokens, hidden, width, experts, top_k), ranks, programs, saved_rows)
 
@@ -45,20 +42,12 @@ def case_bits():
 def case_shared_bits():
     """Likewise with shared experts, whose tiles are whole and whose rows lie in order."""
     for ranks, programs, saved_rows in [(1, 3, None), (2, 1, 100)]:
-        same_bits(Problem(6, 150, 456, 456, 2, 1, shared_width=472), ranks, programs, saved_rows)
+        same_bits(Problem(6, 150, 264, 264, 2, 1, shared_width=280), ranks, programs, saved_rows)
 
 
-def case_pulls():
-    """Likewise where up tasks have enough steps for pulls between them; some have to wait for their places."""
-    problem = Problem(7, 700, 904, 1160, 2, 1)
-    for ranks, programs, saved_rows in [(1, 1, None), (1, 3, 400), (2, 1, None)]:
-        same_bits(problem, ranks, programs, saved_rows, parts=8)
-
-
-def same_bits(problem: Problem, ranks: int, programs: int, saved_rows: int | None, parts: int = 4) -> None:
-    """parts: with 8, up tasks of these sizes have enough steps for pulls between them."""
+def same_bits(problem: Problem, ranks: int, programs: int, saved_rows: int | None) -> None:
     width, hidden = problem.gate_EIH.shape[1:]
-    plan = ForwardPlan(num_sms=programs, minibatch_tiles=2, ring_tiles=4, parts=parts)
+    plan = ForwardPlan(num_sms=programs, minibatch_tiles=2, ring_tiles=4)
     clamp = 1.0 if saved_rows else None
     options = dict(plan=plan, saved_rows=saved_rows, clamp=clamp, shared_clamp=clamp, deadline_s=300.0)
     want, schedules, kept = run_layer(problem, ranks, **options)
@@ -76,10 +65,6 @@ def same_bits(problem: Problem, ranks: int, programs: int, saved_rows: int | Non
         shared_ups = -(-problem.shared[0].shape[0] // 128)
         shared_tiles = sum(-(-(part.stop - part.start) // 128) for part in problem.split(ranks))
     tasks = TOLD.take()
-    pulls = tasks.pop((PULL.value, 1, 1), 0)
-    if parts == 8 and ranks * programs == 1:  # nobody is late
-        assert 0 < pulls < tiles * parts, (pulls, tiles * parts)
-    assert parts == 8 or pulls == 0, pulls
     for kind, count in {UP: tiles * ups, SHARED_UP: shared_tiles * shared_ups, SHARED_DOWN: shared_tiles * downs}.items():
         assert sum(n for (found, *_), n in tasks.items() if found == kind.value) == count, tasks
     assert tasks.total() == tiles * (ups + downs) + shared_tiles * (shared_ups + downs), tasks
@@ -93,7 +78,7 @@ def same_bits(problem: Problem, ranks: int, programs: int, saved_rows: int | Non
 
 def case_faults():
     """A ring with one stage too few and a store that nothing finishes are found."""
-    problem = Problem(4, 64, 456, 456, 1, 1)
+    problem = Problem(4, 64, 264, 264, 1, 1)
     plan = ForwardPlan(num_sms=1, minibatch_tiles=2, ring_tiles=4)
     run_layer(problem, 1, plan, kernel=KERNEL)
     changes = (dict(AHEAD=4), dict(finish_copy_engine_stores=lambda token: None))

@@ -13,7 +13,7 @@ JOBS = (
 )  # fmt: skip
 FIRST_JOBS = ("plain 90", "everything 90", "everything 100", "everything 103", "mxfp8 90")
 HOPPER_JOBS = {  # bytes of stack: arguments and addresses that wait there, with a clamp and shared experts some values of a slice
-    "hopper 90": 128, "hopper cut 90": 128, "hopper two ranks 90": 128, "hopper clamp 90": 160, "hopper shared 90": 320,
+    "hopper 90": 128, "hopper cut 90": 128, "hopper two ranks 90": 128, "hopper clamp 90": 160, "hopper shared 90": 256,
     "hopper everything 90": 320,
 }  # fmt: skip
 FIRST_HOPPER_JOBS = ("hopper 90", "hopper cut 90", "hopper everything 90")
@@ -54,13 +54,12 @@ def test_compiles_for_the_chip(compiled, job):
 
 @pytest.mark.parametrize("job", thorough_but(FIRST_HOPPER_JOBS, HOPPER_JOBS))
 def test_hopper_ring_of_loads(compiled, job):
-    """Eight places begin steps (a first one, three that store what the task before holds, three stretches of a task, the next task's loads)
-    for whole and half tiles and for weights' gradients, and one each for sums that are carried and for gate and up again. Only a task's
-    last product is waited for in full."""
+    """Five places begin steps (a first one, three stretches of a task, the next task's loads) for whole and half tiles and for weights'
+    gradients, and one each for sums that are carried and for gate and up again. Only a task's last product is waited for in full."""
     (kernel,) = compiled[job]
-    forms = 3 * 8 + any(what in job for what in ("cut", "everything")) + any(what in job for what in ("two ranks", "everything"))
-    assert kernel["tensor_core"] == 4 * forms and kernel["full_waits"] == 3 + forms - 3 * 8 and kernel["serialized"] == 0, kernel
+    forms = 3 * 5 + any(what in job for what in ("cut", "everything")) + any(what in job for what in ("two ranks", "everything"))
+    assert kernel["tensor_core"] == 4 * forms and kernel["full_waits"] == 3 + forms - 3 * 5 and kernel["serialized"] == 0, kernel
     assert kernel["shared"] <= 232448 and kernel["stack"] <= HOPPER_JOBS[job], kernel
     assert kernel["local_in_loop"] == 0 and kernel["single_conversions"] == 0, kernel
-    assert kernel["copy_engine_stores"] == 2 * (4 + any(what in job for what in ("cut", "everything"))), kernel
+    assert kernel["copy_engine_stores"] == 2 * (1 + any(what in job for what in ("cut", "everything"))), kernel
     assert kernel["exponentials"] == 8 + 4 and kernel["announced"] > 0, "a sigmoid is computed twice"

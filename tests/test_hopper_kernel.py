@@ -8,7 +8,7 @@ from scripts import cases_of, run_script, thorough_but
 
 pytest.importorskip("triton.experimental.gluon")
 
-FIRST_OF_BACKWARD = ("bits", "held", "small_ring", "shared", "faults")
+FIRST_OF_BACKWARD = ("bits", "small_ring", "shared", "faults")
 
 
 @pytest.mark.parametrize("case", cases_of("interpreted_hopper.py"))

@@ -12,9 +12,8 @@ its signal says that all it reads is there. What is different here:
     A hidden task's gate and up come in halves of slices into the memory through which other tasks store, the first two during the last
     steps.
 
-A d_x or a weight's task behind which one of enough steps is loaded leaves its results, rounded, in registers, as in the forward; the first
-HELD steps of that one store them. Others store at once. A task's last stage is free then; the next load into it begins in the next task's
-first step. It takes a hidden task's sums on their way to another layout, and half of a tile of a weight's gradient on its way to memory.
+A task's last stage is free while its results are stored; the next load into it begins in the next task's first step. It takes a hidden
+task's sums on their way to another layout, and half of a tile of a weight's gradient on its way to memory.
 
 Legend: H hidden, I intermediate, S width of the shared experts, K choices per token, R ranks.
 """
@@ -34,7 +33,6 @@ from mok.kernels.forward_hopper import (
     HALF_SUMS,
     LANES,
     PAIR_IN_SHARED,
-    PAIRS_IN_SHARED,
     PUSHED,
     ROWS_IN_SHARED,
     STAGES,
@@ -42,14 +40,12 @@ from mok.kernels.forward_hopper import (
     THREADS,
     TILE,
     WHOLE_SUMS,
+    by_rows,
     copy_in,
     copy_out,
-    find_rows,
+    find_outputs,
     find_slots,
-    finish_pushes,
-    finish_stores,
     halves,
-    in_pairs,
     of_lane_0,
     pull_rows,
     push_to_slots,
@@ -88,7 +84,6 @@ from mok.kernels.trace import BEGIN, COMPUTED, DONE, READY, note, note_begin, no
 BOX = gl.constexpr(64)
 SLICE = gl.constexpr(64)  # columns of a part of d_w
 PARTS_OF_D_W = gl.constexpr(4)  # of a tile
-HELD = gl.constexpr(4)  # steps of a task in which what the one before it holds is stored
 NOWHERE = gl.constexpr(0x20000000)  # a row past the end of every matrix
 # Forms of a task's products: rows of a whole or of half a tile, a weight's gradient, gate and up again.
 WHOLE, HALF, WEIGHT, AGAIN = (gl.constexpr(i) for i in range(4))
@@ -302,14 +297,13 @@ def needs(
 
 
 @gluon.jit
-def finish_weight(results, out_desc, row, column, q, staging, b_stages):
-    """Begin to store a tile of a weight's gradient, of `in_pairs`. Nobody in this kernel reads it, so nobody waits for it. q: after its
-    steps."""
-    first, second = slices(results, TILE, TILE, TILE // 2)
+def finish_weight(total, out_desc, row, column, q, staging, b_stages):
+    """Begin to store a tile of a weight's gradient, rounded. Nobody in this kernel reads it, so nobody waits for it. q: after its steps."""
+    first, second = rounded_halves(total, TILE, TILE)
     other = reinterpret(b_stages.index((q - 1) & (STAGES - 1)), gl.bfloat16, [TILE, TILE], ROWS_IN_SHARED)
     thread_barrier()  # every warp has waited for the last product
-    reinterpret(staging, gl.int32, [TILE, TILE // 2], PAIRS_IN_SHARED).store(first)
-    reinterpret(other, gl.int32, [TILE, TILE // 2], PAIRS_IN_SHARED).store(second)
+    staging.store(first)
+    other.store(second)
     fence_async_shared()
     thread_barrier()
     copy_out(out_desc, [row, column], staging)
@@ -349,50 +343,6 @@ def store_slice(ptr, value, rows, column, num_rows, width, CLIP: gl.constexpr):
         gl.store(to, value, mask=(rows < num_rows)[:, None] & (columns < width)[None, :])
     else:
         gl.store(ptr + (rows.to(gl.int64) * width)[:, None] + columns[None, :], value)
-
-
-@gluon.jit
-def nothing_held(zero):
-    return zero, zero, zero, zero, zero, in_pairs(gl.zeros([TILE, 2 * TILE], gl.float32, WHOLE_SUMS))
-
-
-@gluon.jit
-def choose_output(kind, part, out_descs, shared_out_descs, S: gl.constexpr):
-    """Where part 0 (gate), 1 (up) or 2 (down) of the weights' gradients goes."""
-    gate_desc, up_desc, down_desc = out_descs
-    if S > 0:
-        if kind == SHARED_D_WEIGHT:
-            gate_desc, up_desc, down_desc = shared_out_descs
-    out_desc = gate_desc
-    if part == 1:
-        out_desc = up_desc
-    elif part == 2:
-        out_desc = down_desc
-    return out_desc
-
-
-@gluon.jit
-def finish_step(
-    i: gl.constexpr, held, slot, source, out_descs, shared_out_descs, staging, d_x_ptr, d_x_ptrs, shared_d_x_ptr,
-    H: gl.constexpr, R: gl.constexpr, S: gl.constexpr, ANY_WEIGHT: gl.constexpr,
-):  # fmt: skip
-    """Step i of HELD of what a held task has left to be stored: the push of d_x, or both slices of a tile of a weight's gradient, one after
-    the other. A barrier stands before each."""
-    kind, _, part, row, column, results = held
-    first, second = slices(results, TILE, TILE, TILE // 2)
-    if (kind == D_X) | (kind == SHARED_D_X):
-        finish_pushes(
-            i, first, second, slot, source, kind == SHARED_D_X, column, staging, d_x_ptr, d_x_ptrs, shared_d_x_ptr, H, R, S
-        )  # fmt: skip
-        if i == 2:
-            fence_async_shared()  # the copy engine writes to there, for a hidden task
-    if ANY_WEIGHT:
-        if (kind == D_WEIGHT) | (kind == SHARED_D_WEIGHT):
-            out_desc = choose_output(kind, part, out_descs, shared_out_descs, S)
-            finish_stores(i, first, second, out_desc, out_desc, [row, column], [row, column + TILE], staging)
-            if i == 3:
-                tma.store_wait(0)
-                thread_barrier()  # a hidden task loads gate and up to there
 
 
 @gluon.jit
@@ -513,16 +463,15 @@ def pull_task(
 
 @gluon.jit
 def product_task(
-    task, ticket, q, loaded, late, held, ready_group, taken, lanes, places, matrices, pointers, numbers,
+    task, ticket, q, loaded, late, ready_group, taken, lanes, places, matrices, pointers, numbers,
     H: gl.constexpr, I: gl.constexpr, S: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, RECOMPUTE: gl.constexpr,
     CARRY: gl.constexpr, NEED_WEIGHTS: gl.constexpr, ANY_WEIGHT: gl.constexpr,
     PARTS: gl.constexpr, GATE_UPS: gl.constexpr, HIDDENS: gl.constexpr, SHARED_HIDDENS: gl.constexpr, FORM: gl.constexpr,
     TRACE: gl.constexpr,
 ):  # fmt: skip
     """A task whose loads run on into the next one's, its first step at q -> (the next task, its ticket, whether its first loads are under
-    way, steps, what is left to be announced, what is held).
+    way, steps, what is left to be announced).
 
-    held: what the task before has left to be stored (its kind, tile and part, row and column, `in_pairs`); kind 0: nothing.
     late: of the task before the tile whose hidden slice, and the group of which a task, is still to be announced, or -1. The slice is
     announced behind this task's first product, the task before its last steps; it waits for nothing: only one loaded for gets any.
     """
@@ -560,24 +509,11 @@ def product_task(
     done = lanes * 0
     if late_tile >= 0:
         done = announce_hidden(d_gate_ready_ptr + late_tile, group_ready_ptr + late_group, lanes)
-    begun = q * 0 + 1
-    if held[0] > 0:
-        slot, source = find_rows(held[1], held[0] == D_X, held[0] == SHARED_D_X, tokens, peer_rank_ptr, peer_token_idx_ptr, S)
-        finish_step(
-            0, held, slot, source, out_descs, shared_out_descs, staging, d_x_ptr, d_x_ptrs, shared_d_x_ptr, H, R, S, ANY_WEIGHT
-        )  # fmt: skip
-        for j in gl.static_range(1, HELD):
-            total = multiply_step(total, q + j, a_stages, b_stages, barriers, FORM)
-            load_own(own, j + AHEAD, q, True, a_stages, b_stages, barriers, FORM)
-            finish_step(
-                j, held, slot, source, out_descs, shared_out_descs, staging, d_x_ptr, d_x_ptrs, shared_d_x_ptr, H, R, S, ANY_WEIGHT
-            )  # fmt: skip
-        begun = q * 0 + HELD
     last = gl.maximum(steps - AHEAD, 1)
-    look = gl.maximum(last - 4, begun)
-    turn = gl.maximum(last - 2, begun)
+    look = gl.maximum(last - 4, 1)
+    turn = gl.maximum(last - 2, 1)
     # The next task is looked up in three moves, each of which has a few steps' time until the following one looks at what it fetched.
-    for i in range(begun, look):
+    for i in range(1, look):
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, FORM)
         load_own(own, i + AHEAD, q, True, a_stages, b_stages, barriers, FORM)
     if late_tile >= 0:
@@ -633,27 +569,35 @@ def product_task(
             load_gate_up(from_desc, from_plane, from_row, part * (2 * TILE), u, hidden, staging, barriers, FORM)
             rows = rows_of_unit(a_row, u, FORM)
             weights = weights + (gl.load(ring_weights_ptr + rows, mask=(rows >= 0) & (kind == HIDDEN), other=1.0),)
-        if FORM == HALF:
-            slots, sources = find_slots(peer_rank_ptr, peer_token_idx_ptr, d_x_ptr, d_x_ptrs, tile * TILE, kind == D_X, H, R, ROWS)
+        slots, source = find_slots(peer_rank_ptr, peer_token_idx_ptr, d_x_ptr, d_x_ptrs, tile * TILE, kind == D_X, H, R, ROWS)
+        if OF_SHARED > 0:
+            if kind == SHARED_D_X:
+                slots, source = find_outputs(shared_d_x_ptr, tile * TILE, tokens, H, ROWS)
     for i in range(last, steps):
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, FORM)
         load_next(after, next_kind, next_half, i - last, q + i + AHEAD, will_load, a_stages, b_stages, barriers)
     total = warpgroup_mma_wait(0, deps=[total])
     if TRACE:
         note(trace_ptr, ticket, COMPUTED)
-    will_hold = will_load & (after[9] >= AHEAD + HELD)
-    holds = nothing_held(q * 0)
     if FORM == WEIGHT:
+        gate_out_desc, up_out_desc, down_out_desc = out_descs
+        out_desc = gate_out_desc
         width = part * 0 + I
+        if part == 1:
+            out_desc = up_out_desc
+        elif part == 2:
+            out_desc = down_out_desc
         if S > 0:
-            width = gl.where(kind == SHARED_D_WEIGHT, S, I)
+            if kind == SHARED_D_WEIGHT:
+                width = part * 0 + S
+                shared_gate_out_desc, shared_up_out_desc, shared_down_out_desc = shared_out_descs
+                out_desc = shared_gate_out_desc
+                if part == 1:
+                    out_desc = shared_up_out_desc
+                elif part == 2:
+                    out_desc = shared_down_out_desc
         to_row = expert * gl.where(part == 2, H, width) + own[5]
-        results = in_pairs(total)
-        if will_hold == 0:
-            finish_weight(
-                results, choose_output(kind, part, out_descs, shared_out_descs, S), to_row, own[7], q + steps, staging, b_stages
-            )  # fmt: skip
-        holds = (gl.where(will_hold, kind, 0), tile, part, to_row, own[7], results)
+        finish_weight(total, out_desc, to_row, own[7], q + steps, staging, b_stages)
     elif hidden:
         to_gate_ptr = ring_d_gate_ptr
         to_up_ptr = ring_d_up_ptr
@@ -690,29 +634,18 @@ def product_task(
             order_copy_engine(tile)
             announce(shared_ready_ptr + tile)
             gl.atomic_add(shared_ready_ptr + shared_tiles, 1, sem="release", scope="gpu")
-    elif FORM == HALF:
-        first, second = halves(total, staging)
-        column = part * (2 * TILE)
-        push_to_slots(first, slots, sources, column, H)
-        push_to_slots(second, slots, sources, column + TILE, H)
-        fence_async_shared()
     else:
-        results = in_pairs(total)
-        holds = (kind, tile, part, q * 0, part * (2 * TILE), results)
-        if will_hold == 0:
-            at_slot, at_source = find_rows(tile, kind == D_X, kind == SHARED_D_X, tokens, peer_rank_ptr, peer_token_idx_ptr, S)
-            for j in gl.static_range(HELD):
-                thread_barrier()
-                finish_step(
-                    j, holds, at_slot, at_source, out_descs, shared_out_descs, staging, d_x_ptr, d_x_ptrs, shared_d_x_ptr, H, R, S, False
-                )  # fmt: skip
-            holds = nothing_held(q * 0)
+        first, second = halves(total, staging, ROWS)
+        column = part * (2 * TILE)
+        push_to_slots(by_rows(first, staging, ROWS), slots, source, column, H)
+        push_to_slots(by_rows(second, staging, ROWS), slots, source, column + TILE, H)
+        fence_async_shared()
     if kind <= D_WEIGHT:
         if will_load:
             late_group = group
         else:
             announce(group_done_ptr + group)
-    return following, next_ticket, will_load.to(gl.int32), steps, (late_tile, late_group), holds
+    return following, next_ticket, will_load.to(gl.int32), steps, (late_tile, late_group)
 
 
 @gluon.jit
@@ -724,15 +657,6 @@ def load_again(x_desc, pair_desc, row, b_row, i, q, live, a_stages, b_stages, ba
     for j in gl.static_range(2):
         copy_in(x_desc, [0, row + j * BOX, i * STEP], barrier, a_stages.index(stage).slice(j, 1), pred=live)
     copy_in(pair_desc, [0, b_row, i * STEP], barrier, pair_in(b_stages.index(stage)), pred=live)
-
-
-@gluon.jit
-def by_rows(y, staging):
-    """A whole tile of a product in the layout of pushes."""
-    thread_barrier()
-    staging.store(y)
-    thread_barrier()
-    return staging.load(PUSHED)
 
 
 @gluon.jit
@@ -757,12 +681,12 @@ def gate_up_task(
     if TRACE:
         note(trace_ptr, ticket, COMPUTED)
     next_ticket = of_lane_0(taken)
-    first, second = rounded_halves(total, TILE, TILE)
+    first, second = halves(total, staging, TILE)
     gate, up = in_order(first, second, gate_first)
     rows = (place + gl.arange(0, TILE, gl.SliceLayout(1, PUSHED))).to(gl.int64) * I
     at = rows[:, None] + (part * TILE + gl.arange(0, TILE, gl.SliceLayout(0, PUSHED)))[None, :]
-    gl.store(ring_d_gate_ptr + at, by_rows(gate, staging))
-    gl.store(ring_d_up_ptr + at, by_rows(up, staging))
+    gl.store(ring_d_gate_ptr + at, by_rows(gate, staging, TILE))
+    gl.store(ring_d_up_ptr + at, by_rows(up, staging, TILE))
     fence_async_shared()
     order_copy_engine(tile)
     announce(gate_ready_ptr + tile)
@@ -812,8 +736,13 @@ def cut_task(
         place = carry_ptr + part.to(gl.int64) * (I * H) + (r.to(gl.int64) * columns)[:, None] + c[None, :]
         gl.store(place, total, mask=(r < rows)[:, None] & (c < columns)[None, :])
     else:
-        out_desc = choose_output(kind, part, out_descs, none, 0)
-        finish_weight(in_pairs(total), out_desc, expert * rows + to_row, column, q + steps, staging, b_stages)
+        gate_out_desc, up_out_desc, down_out_desc = out_descs
+        out_desc = gate_out_desc
+        if part == 1:
+            out_desc = up_out_desc
+        elif part == 2:
+            out_desc = down_out_desc
+        finish_weight(total, out_desc, expert * rows + to_row, column, q + steps, staging, b_stages)
     announce(group_done_ptr + group)
     return read_task(next_ticket, list_ptr, total_tasks), next_ticket, steps
 
@@ -891,7 +820,6 @@ def backward_hopper_kernel(
     loaded = max_tiles * 0  # whether the task's first loads are under way
     ready_group = max_tiles * 0 - 1
     late = (max_tiles * 0 - 1, max_tiles * 0 - 1)  # what the task before left to be announced
-    held = nothing_held(max_tiles * 0)  # and to be stored
     while task[0] != END:
         kind, tile, part, expert, group, at, depth, expected = task
         taken = gl.atomic_add(signals_ptr + lanes, ones, mask=lanes == 0, sem="relaxed", scope="gpu")
@@ -925,16 +853,13 @@ def backward_hopper_kernel(
             )  # fmt: skip
             ticket = of_lane_0(taken)
             task = read_task(ticket, list_ptr, total_tasks)
-            held = nothing_held(q * 0)
         elif kind == GATE_UP:
-            held = nothing_held(q * 0)
             if RECOMPUTE:
                 task, ticket, steps = gate_up_task(
                     task, ticket, q, taken, places, list_ptr, total_tasks, half_x_desc, gate_up_pair_desc, gate_first, ring_d_gate_ptr,
                     ring_d_up_ptr, gate_ready_ptr, group_done_ptr, trace_ptr, ring, H, I, TRACE,
                 )  # fmt: skip
         elif cut:
-            held = nothing_held(q * 0)
             if CARRY:
                 ready_group = group
                 task, ticket, steps = cut_task(
@@ -947,19 +872,19 @@ def backward_hopper_kernel(
                 if S > 0:
                     if kind == SHARED_D_WEIGHT:
                         ready_group = group * 0 + SHARED
-                task, ticket, loaded, steps, late, held = product_task(
-                    task, ticket, q, loaded, late, held, ready_group, taken, lanes, places, matrices, pointers, numbers, H, I, S, R, CLAMP,
+                task, ticket, loaded, steps, late = product_task(
+                    task, ticket, q, loaded, late, ready_group, taken, lanes, places, matrices, pointers, numbers, H, I, S, R, CLAMP,
                     RECOMPUTE, CARRY, NEED_WEIGHTS, ANY_WEIGHT, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, WEIGHT, TRACE,
                 )  # fmt: skip
         elif (depth & 1) == 1:  # half a tile
-            task, ticket, loaded, steps, late, held = product_task(
-                task, ticket, q, loaded, late, held, ready_group, taken, lanes, places, matrices, pointers, numbers, H, I, S, R, CLAMP,
-                RECOMPUTE, CARRY, NEED_WEIGHTS, ANY_WEIGHT, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, HALF, TRACE,
+            task, ticket, loaded, steps, late = product_task(
+                task, ticket, q, loaded, late, ready_group, taken, lanes, places, matrices, pointers, numbers, H, I, S, R, CLAMP, RECOMPUTE,
+                CARRY, NEED_WEIGHTS, ANY_WEIGHT, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, HALF, TRACE,
             )  # fmt: skip
         else:
-            task, ticket, loaded, steps, late, held = product_task(
-                task, ticket, q, loaded, late, held, ready_group, taken, lanes, places, matrices, pointers, numbers, H, I, S, R, CLAMP,
-                RECOMPUTE, CARRY, NEED_WEIGHTS, ANY_WEIGHT, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, WHOLE, TRACE,
+            task, ticket, loaded, steps, late = product_task(
+                task, ticket, q, loaded, late, ready_group, taken, lanes, places, matrices, pointers, numbers, H, I, S, R, CLAMP, RECOMPUTE,
+                CARRY, NEED_WEIGHTS, ANY_WEIGHT, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, WHOLE, TRACE,
             )  # fmt: skip
         q += steps
         if TRACE:

@@ -57,24 +57,6 @@ def widened_pairs(value):
 
 
 @triton.jit
-def packed(low, high):
-    """fp32 values, rounded to bf16, as the lower and the upper halves of int32 values."""
-    if INTERPRETING:
-        low = rounded(low).to(tl.uint16, bitcast=True).to(tl.uint32)
-        high = rounded(high).to(tl.uint16, bitcast=True).to(tl.uint32)
-        result = (low | (high << 16)).to(tl.int32, bitcast=True)
-    else:
-        result = tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1)
-    return result
-
-
-@triton.jit
-def unpacked(pairs):
-    """`packed` back: the halves as fp32 values."""
-    return (pairs << 16).to(tl.float32, bitcast=True), (pairs & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def in_order(first, second, straight):
     """bf16 tiles (first, second) if straight is not 0, else (second, first)."""
     if INTERPRETING:
@@ -140,12 +122,8 @@ def swiglu(gate, up, limit, CLAMP: tl.constexpr):
 
     Example: gate 0, up 5 -> 0; gate 20, up -9, limit 4 -> silu(4) * -4 = -15.71.
     """
-    return gated(widened_pairs(gate), widened_pairs(up), limit, CLAMP)
-
-
-@triton.jit
-def gated(gate, up, limit, CLAMP: tl.constexpr):
-    """`swiglu` of such values in fp32."""
+    gate = widened_pairs(gate)
+    up = widened_pairs(up)
     if CLAMP:
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))

@@ -2,17 +2,12 @@
 
 The same tasks, signals, rows and bits. A step's operands, 64 columns of 128 rows and of 2 x 128 rows of a pair, lie in one of STAGES
 stages; loads run AHEAD = STAGES - 1 steps ahead of the products. In a task's last AHEAD steps the stages that become free receive the
-next task's first operands, if what it reads is there already by one reading of its signals. Then the next task begins with products, and
-this one's results, rounded, are held in registers: the next one's first EARLY steps, while the tensor cores multiply, also apply the SwiGLU
-to them, store or push them, and announce them. A task behind which nothing is loaded finishes its results at once.
+next task's first operands, if what it reads is there already by one reading of its signals. So they arrive while this task's results are
+stored, and the next task begins with products. What such a task has to announce is announced in the next one's first steps, when its
+stores are long complete.
 
-    steps of task n    ..  K-3   K-2   K-1  |  0     1     2     3     4   ..
-    loads begun        ..  0'    1'    2'   |  3'    4'    5'    6'    7'  ..
-    results of n                    rounded |  stored ..         announced
-
-A pull that comes next is put aside, and the task behind it looked up. If that is an up task that has been loaded for, the pull's rows go
-by between its products, in chunks, FLYING of them on their way; else the pull is done before it. So a program waits for nothing before all
-its pulls of earlier tickets are done.
+    steps of task n    ..  K-3   K-2   K-1  | results stored, announced |   0     1     2   ..
+    loads begun        ..  0'    1'    2'   |                           |   3'    4'    5'  ..
 
 Steps are counted over all tasks of a program: step q uses stage q % STAGES, whose barrier is then in phase q // STAGES. A task that begins
 at q puts its step i at q + i, whoever begins the load. So one bit says all about a task's first loads: they are under way, or its begin has
@@ -38,9 +33,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mok.kernels.dispatch import find_tokens
-from mok.kernels.experts import gated, in_order, packed, rounded_pairs, swiglu, unpacked
+from mok.kernels.experts import in_order, rounded_halves, rounded_pairs, swiglu
 from mok.kernels.forward import needs, wait_for_inputs
-from mok.kernels.gradients import slices
 from mok.kernels.signals import announce, finish_copy_engine_stores, order_copy_engine, peer_address
 from mok.kernels.tasks import DOWN, END, PULL, SHARED_DOWN, SHARED_UP, UP, find, unpack
 from mok.kernels.trace import BEGIN, COMPUTED, DONE, READY, note, note_begin, note_end
@@ -56,19 +50,13 @@ TILE = gl.constexpr(128)  # rows of a tile; rows of one matrix of a pair
 STEP = gl.constexpr(64)  # columns of a step
 STAGES = gl.constexpr(4)
 AHEAD = gl.constexpr(3)
-EARLY = gl.constexpr(5)  # steps of a task in which the one before it is finished
-OUT = gl.constexpr(8)  # added to the kind of a held task whose results are on their way already
-FLYING = gl.constexpr(3)  # chunks of a pull on their way between products
-CHUNK_ROWS = gl.constexpr(16)
-CHUNK = gl.constexpr(256)  # pairs of columns
+EARLY = gl.constexpr(2)  # steps of a task before the one before it is announced
 THREADS = gl.constexpr(256)
 
 ROWS_IN_SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-PAIRS_IN_SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))  # the bytes of ROWS_IN_SHARED
 PAIR_IN_SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 PULLED = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 2], [1, 0]))
-PULLED_PAIRS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 2], [1, 0]))
 PUSHED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # 16 lanes: 256 bytes of a row
 WHOLE_SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, 256, 16]))
 HALF_SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 128, 16]))
@@ -82,10 +70,10 @@ def of_lane_0(values):
 
 @gluon.jit
 def operands(
-    kind, tile, part, expert, ring, descs, H: gl.constexpr, I: gl.constexpr, S: gl.constexpr
+    kind, tile, part, expert, ring, x_desc, h_desc, gate_up_desc, down_desc,
+    half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, H: gl.constexpr, I: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """-> (descriptor of rows, of pairs, first row, first row of the pair, steps) of an up or down task."""
-    x_desc, h_desc, gate_up_desc, down_desc, shared_x_desc, shared_h_desc, shared_gate_up_desc, shared_down_desc = descs
     a_desc = h_desc
     b_desc = down_desc
     a_row = (tile % ring) * TILE
@@ -99,13 +87,13 @@ def operands(
         steps = (H + STEP - 1) // STEP
     if S > 0:
         if kind == SHARED_UP:
-            a_desc = shared_x_desc
+            a_desc = half_shared_x_desc
             b_desc = shared_gate_up_desc
             a_row = tile * TILE
             b_row = part * TILE
             steps = (H + STEP - 1) // STEP
         elif kind == SHARED_DOWN:
-            a_desc = shared_h_desc
+            a_desc = half_shared_h_desc
             b_desc = shared_down_desc
             a_row = tile * TILE
             b_row = column
@@ -141,20 +129,36 @@ def multiply_step(total, q, a_stages, b_stages, barriers, ROWS: gl.constexpr, FI
 
 
 @gluon.jit
-def halves(total, staging):
-    """`experts.rounded_halves` of half a tile, in the layout of pushes: its warpgroups hold one tile of the pair each, so that they
-    exchange them through staging."""
-    place = reinterpret(staging, gl.bfloat16, [TILE // 2, 2 * TILE], ROWS_IN_SHARED)
-    place.store(rounded_pairs(total))
-    thread_barrier()
-    return place.slice(0, TILE, dim=1).load(PUSHED), place.slice(TILE, TILE, dim=1).load(PUSHED)
+def halves(total, staging, ROWS: gl.constexpr):
+    """`experts.rounded_halves`. A half tile's warpgroups hold one tile of the pair each, so that they exchange them through staging."""
+    if ROWS == TILE:
+        first, second = rounded_halves(total, ROWS, TILE)
+    else:
+        place = reinterpret(staging, gl.bfloat16, [ROWS, 2 * TILE], ROWS_IN_SHARED)
+        place.store(rounded_pairs(total))
+        thread_barrier()
+        first = place.slice(0, TILE, dim=1).load(PUSHED)
+        second = place.slice(TILE, TILE, dim=1).load(PUSHED)
+    return first, second
 
 
 @gluon.jit
-def store_half_tile(value, desc, row, column, staging):
-    """Begin the store of half a bf16 tile from staging, which no store reads."""
+def by_rows(y, staging, ROWS: gl.constexpr):
+    """A tile of `halves` in the layout of pushes."""
+    rows = y
+    if ROWS == TILE:
+        thread_barrier()
+        staging.store(y)
+        thread_barrier()
+        rows = staging.load(PUSHED)
+    return rows
+
+
+@gluon.jit
+def store_tile(value, desc, row, column, staging, ROWS: gl.constexpr):
+    """Begin the store of a bf16 tile from staging, which no store reads."""
     thread_barrier()
-    place = staging.slice(0, TILE // 2)
+    place = staging.slice(0, ROWS)
     place.store(value)
     fence_async_shared()
     thread_barrier()
@@ -162,179 +166,26 @@ def store_half_tile(value, desc, row, column, staging):
 
 
 @gluon.jit
-def store_half_hidden(
+def store_hidden(
     total, gate_first, h_desc, gate_desc, up_desc, ring_row, row, column, saved_rows, limit, staging,
-    CLAMP: gl.constexpr, SAVE: gl.constexpr,
+    CLAMP: gl.constexpr, SAVE: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """`experts.store_hidden` of half a tile, whose other half is padding. h's store is not finished."""
-    ROWS: gl.constexpr = TILE // 2
-    first, second = halves(total, staging)
+    """`experts.store_hidden`: h, and gate and up of the first saved_rows rows. h's store is not finished."""
+    first, second = halves(total, staging, ROWS)
     gate, up = in_order(first, second, gate_first)
     if SAVE:
         if row < saved_rows:
-            store_half_tile(gate, gate_desc, row, column, staging)
+            store_tile(gate, gate_desc, row, column, staging, ROWS)
             tma.store_wait(0)
-            store_half_tile(up, up_desc, row, column, staging)
+            store_tile(up, up_desc, row, column, staging, ROWS)
             tma.store_wait(0)
-            store_half_tile(gl.full([ROWS, TILE], 0, gl.bfloat16, PUSHED), gate_desc, row + ROWS, column, staging)
-            copy_out(up_desc, [row + ROWS, column], staging.slice(0, ROWS))
-            tma.store_wait(0)
-    hidden = rounded_pairs(swiglu(gate, up, limit, CLAMP))
-    store_half_tile(hidden, h_desc, ring_row, column, staging)
-
-
-@gluon.jit
-def finish_stores(i: gl.constexpr, first, second, first_desc, second_desc, first_at, second_at, staging):
-    """Step i of the stores of two whole tiles, of `in_pairs`, one after the other, in an order of three steps with a barrier before each.
-    The second one's is not finished."""
-    pairs = reinterpret(staging, gl.int32, [TILE, TILE // 2], PAIRS_IN_SHARED)
-    if i == 0:
-        pairs.store(first)
-        fence_async_shared()
-    elif i == 1:
-        copy_out(first_desc, first_at, staging)
-        tma.store_wait(0)
-        thread_barrier()
-        pairs.store(second)
-        fence_async_shared()
-    elif i == 2:
-        copy_out(second_desc, second_at, staging)
-
-
-@gluon.jit
-def finish_hidden(
-    i: gl.constexpr, first, second, gate_first, h_desc, gate_desc, up_desc, ring_row, row, column, saved_rows, limit, staging,
-    CLAMP: gl.constexpr, SAVE: gl.constexpr,
-):  # fmt: skip
-    """Step i of `experts.store_hidden` for a whole tile, of `in_pairs`, in an order of four steps with a barrier before each. h's store is
-    not finished."""
-    FIRST: gl.constexpr = 2 if SAVE else 0
-    gate = gl.where(gate_first != 0, first, second)
-    up = gl.where(gate_first != 0, second, first)
-    pairs = reinterpret(staging, gl.int32, [TILE, TILE // 2], PAIRS_IN_SHARED)
-    if SAVE:
-        if row < saved_rows:
-            finish_stores(i, gate, up, gate_desc, up_desc, [row, column], [row, column], staging)
-            if i == 2:
+            if ROWS < TILE:
+                padding = gl.full([ROWS, TILE], 0, gl.bfloat16, PUSHED)
+                store_tile(padding, gate_desc, row + ROWS, column, staging, ROWS)
+                copy_out(up_desc, [row + ROWS, column], staging.slice(0, ROWS))
                 tma.store_wait(0)
-                thread_barrier()
-    if (i == FIRST) | (i == FIRST + 1):
-        gates = slices(gate, TILE, TILE // 2, TILE // 4)
-        ups = slices(up, TILE, TILE // 2, TILE // 4)
-        gate_low, gate_high = unpacked(gates[i - FIRST])
-        up_low, up_high = unpacked(ups[i - FIRST])
-        hidden = packed(gated(gate_low, up_low, limit, CLAMP), gated(gate_high, up_high, limit, CLAMP))
-        pairs.slice((i - FIRST) * (TILE // 4), TILE // 4, dim=1).store(hidden)
-        if i == FIRST + 1:
-            fence_async_shared()
-            thread_barrier()
-            copy_out(h_desc, [ring_row, column], staging)
-
-
-@gluon.jit
-def nowhere():
-    none = gl.full([TILE], -1, gl.int32, gl.SliceLayout(1, PUSHED))
-    return none, none
-
-
-@gluon.jit
-def find_rows(tile, routed, shared, tokens, peer_rank_ptr, peer_token_idx_ptr, S: gl.constexpr):
-    """Where a tile's rows go: the slot of each, -1 for padding, and the rank it is on, if routed; in order, if shared; else nowhere."""
-    rows = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, PUSHED))
-    routed = (rows >= 0) & routed
-    source = gl.load(peer_rank_ptr + rows, mask=routed, other=-1)
-    slot = gl.where(source >= 0, gl.load(peer_token_idx_ptr + rows, mask=routed, other=0), -1)
-    if S > 0:
-        slot = gl.where(shared & (rows < tokens), rows, slot)
-    return slot, source
-
-
-@gluon.jit
-def push_rows(
-    y, slot, source, shared, column, out_ptr, out_ptrs, shared_out_ptr, H: gl.constexpr, R: gl.constexpr, S: gl.constexpr
-):  # fmt: skip
-    """Store a bf16 tile row by row to where `find_rows` says."""
-    if R == 1:
-        to = out_ptr + slot.to(gl.int64) * H
-    else:
-        to = peer_address(out_ptrs, gl.maximum(source, 0), gl.bfloat16) + slot.to(gl.int64) * H
-    if S > 0:
-        if shared:
-            to = shared_out_ptr + slot.to(gl.int64) * H
-    columns = column + gl.arange(0, TILE, gl.SliceLayout(0, PUSHED))
-    gl.store(to[:, None] + columns[None, :], y, mask=(slot >= 0)[:, None] & (columns < H)[None, :])
-
-
-@gluon.jit
-def finish_pushes(
-    i: gl.constexpr, first, second, slot, source, shared, column, staging, out_ptr, out_ptrs, shared_out_ptr,
-    H: gl.constexpr, R: gl.constexpr, S: gl.constexpr,
-):  # fmt: skip
-    """Step i of the push of a whole tile's two slices, of `in_pairs`, in an order of three steps with a barrier before each."""
-    pairs = reinterpret(staging, gl.int32, [TILE, TILE // 2], PAIRS_IN_SHARED)
-    if i == 0:
-        pairs.store(first)
-    elif i == 1:
-        push_rows(staging.load(PUSHED), slot, source, shared, column, out_ptr, out_ptrs, shared_out_ptr, H, R, S)
-        thread_barrier()
-        pairs.store(second)
-    elif i == 2:
-        push_rows(staging.load(PUSHED), slot, source, shared, column + TILE, out_ptr, out_ptrs, shared_out_ptr, H, R, S)
-
-
-@gluon.jit
-def finish_step(
-    i: gl.constexpr, held, slot, source, hidden_descs, shared_descs, staging, shared_out_ptr, combine_ptr, combine_ptrs,
-    h_ready_ptr, h_free_ptr, shared_h_ready_ptr, ring, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
-    H: gl.constexpr, R: gl.constexpr, S: gl.constexpr, CLAMP: gl.constexpr, SHARED_CLAMP: gl.constexpr, SAVE: gl.constexpr,
-):  # fmt: skip
-    """Step i of EARLY of what a held task has left to be done. A barrier stands before each."""
-    state, tile, part, results = held
-    first, second = slices(results, TILE, TILE, TILE // 2)
-    kind = state & (OUT - 1)
-    row = tile * TILE
-    if i == EARLY - 1:
-        finish_copy_engine_stores(tile)
-    if S > 0:
-        if kind == SHARED_UP:
-            h_desc, gate_desc, up_desc = shared_descs
-            finish_hidden(
-                i, first, second, shared_gate_first, h_desc, gate_desc, up_desc, row, row, part * TILE, tokens, shared_limit, staging,
-                SHARED_CLAMP, SAVE,
-            )  # fmt: skip
-            if i == EARLY - 1:
-                announce(shared_h_ready_ptr + tile)
-    if kind == UP:
-        if state == UP:
-            h_desc, gate_desc, up_desc = hidden_descs
-            finish_hidden(
-                i, first, second, gate_first, h_desc, gate_desc, up_desc, (tile % ring) * TILE, row, part * TILE, saved_rows, limit,
-                staging, CLAMP, SAVE,
-            )  # fmt: skip
-        if i == EARLY - 1:
-            announce(h_ready_ptr + tile)
-    if kind == DOWN:
-        if i == 0:  # h was read; a signal behind the pushes would wait for them
-            finish_copy_engine_stores(tile)
-            announce(h_free_ptr + tile)
-    if (state == DOWN) | (state == SHARED_DOWN):
-        column = gl.minimum(part * (2 * TILE), H - 2 * TILE)
-        finish_pushes(
-            i, first, second, slot, source, kind == SHARED_DOWN, column, staging, combine_ptr, combine_ptrs, shared_out_ptr, H, R, S
-        )  # fmt: skip
-
-
-@gluon.jit
-def in_pairs(total):
-    """Sums [128, 256], rounded to bf16, as int32 [128, 128] of two neighbours each: 16-bit values that are carried from task to task are
-    taken apart and put together again."""
-    low, high = gl.split(gl.reshape(total, [TILE, TILE, 2]))
-    return packed(low, high)
-
-
-@gluon.jit
-def nothing_held(zero):
-    return zero, zero, zero, in_pairs(gl.zeros([TILE, 2 * TILE], gl.float32, WHOLE_SUMS))
+    hidden = rounded_pairs(swiglu(gate, up, limit, CLAMP))
+    store_tile(hidden, h_desc, ring_row, column, staging, ROWS)
 
 
 @gluon.jit
@@ -351,6 +202,13 @@ def find_slots(
     else:
         slots = peer_address(combine_ptrs, gl.maximum(source, 0), gl.bfloat16) + slot.to(gl.int64) * H
     return slots, source
+
+
+@gluon.jit
+def find_outputs(out_ptr, row, tokens, H: gl.constexpr, ROWS: gl.constexpr):
+    """`find_slots` of the shared experts' output, in which a tile's rows lie in order."""
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, PUSHED))
+    return out_ptr + rows.to(gl.int64) * H, gl.where(rows < tokens, 0, -1)
 
 
 @gluon.jit
@@ -403,57 +261,6 @@ def pull_rows(
 
 
 @gluon.jit
-def load_chunk(
-    x_ptr, x_ptrs, peer_rank_ptr, peer_token_idx_ptr, row, i, live, H: gl.constexpr, K: gl.constexpr, R: gl.constexpr
-):  # fmt: skip
-    """Begin to load chunk i of the pull of the rows from `row` on, if it is a live one: pairs of CHUNK_ROWS rows; zeros for padding."""
-    WIDE: gl.constexpr = (H // 2 + CHUNK - 1) // CHUNK
-    lanes = gl.arange(0, CHUNK_ROWS, gl.SliceLayout(1, PULLED_PAIRS))
-    rows = row + i // WIDE * CHUNK_ROWS + lanes
-    source = gl.load(peer_rank_ptr + rows, mask=(lanes >= 0) & live, other=-1)
-    slot = gl.load(peer_token_idx_ptr + rows, mask=(lanes >= 0) & live, other=0)
-    tokens = find_tokens(x_ptr, x_ptrs, source, slot, H, K, R).to(gl.pointer_type(gl.int32))
-    columns = i % WIDE * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, PULLED_PAIRS))
-    mask = (source >= 0)[:, None]
-    if H % (2 * CHUNK) != 0:
-        mask = mask & (columns < H // 2)[None, :]
-    return gl.load(tokens[:, None] + columns[None, :], mask=mask, other=0)
-
-
-@gluon.jit
-def store_chunk(ring_ptr, pairs, ring_row, i, live, H: gl.constexpr):
-    """Store chunk i of a pull into the ring, if it is a live one."""
-    WIDE: gl.constexpr = (H // 2 + CHUNK - 1) // CHUNK
-    rows = ring_row + i // WIDE * CHUNK_ROWS + gl.arange(0, CHUNK_ROWS, gl.SliceLayout(1, PULLED_PAIRS))
-    columns = i % WIDE * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, PULLED_PAIRS))
-    to = ring_ptr.to(gl.pointer_type(gl.int32)) + (rows.to(gl.int64) * (H // 2))[:, None] + columns[None, :]
-    gl.store(to, pairs, mask=((rows >= 0) & live)[:, None] & (columns < H // 2)[None, :])
-
-
-@gluon.jit
-def pull_between(
-    total, q, a_desc, b_desc, a_row, b_row, a_stages, b_stages, barriers, x_ptr, x_ptrs, ring_ptr, peer_rank_ptr, peer_token_idx_ptr,
-    row, ring_row, H: gl.constexpr, K: gl.constexpr, R: gl.constexpr, CHUNKS: gl.constexpr, ROUNDS: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
-    """Steps EARLY .. EARLY + ROUNDS * FLYING of a task, and between them the CHUNKS chunks of a pull."""
-    flying = ()
-    for _ in gl.static_range(FLYING):
-        flying = flying + (gl.zeros([CHUNK_ROWS, CHUNK], gl.int32, PULLED_PAIRS),)
-    for a_round in range(0, ROUNDS):
-        begun = ()
-        for j in gl.static_range(FLYING):
-            chunk = a_round * FLYING + j
-            i = EARLY + chunk
-            total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
-            begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
-            before = chunk - FLYING
-            store_chunk(ring_ptr, flying[j], ring_row, before, (before >= 0) & (before < CHUNKS), H)
-            begun = begun + (load_chunk(x_ptr, x_ptrs, peer_rank_ptr, peer_token_idx_ptr, row, chunk, chunk < CHUNKS, H, K, R),)
-        flying = begun
-    return total
-
-
-@gluon.jit
 def read_if(signal_ptr, least, lanes):
     """Begin to read a signal without waiting, by lane 0, if something is asked of it; no other value of the result means anything."""
     return gl.atomic_add(signal_ptr + lanes, lanes * 0, mask=(lanes == 0) & (least > 0), sem="acquire", scope="gpu")
@@ -500,111 +307,48 @@ def answer(
 
 @gluon.jit
 def expert_task(
-    kind, tile, part, expert, q, loaded, held, aside, ticket, taken, lanes, places, descs, out_descs, pointers, numbers,
-    H: gl.constexpr, I: gl.constexpr, S: gl.constexpr, K: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, SHARED_CLAMP: gl.constexpr,
+    kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks,
+    x_desc, h_desc, gate_up_desc, down_desc, store_h_desc, save_gate_desc, save_up_desc,
+    half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc,
+    store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc,
+    a_stages, b_stages, staging, barriers, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
+    x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
+    ring, max_tiles, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
+    H: gl.constexpr, I: gl.constexpr, S: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, SHARED_CLAMP: gl.constexpr,
     SAVE: gl.constexpr, PARTS: gl.constexpr, UPS: gl.constexpr, DOWNS: gl.constexpr, SHARED_UPS: gl.constexpr, ROWS: gl.constexpr,
-    CHUNKS: gl.constexpr, ROUNDS: gl.constexpr, TRACE: gl.constexpr,
+    TRACE: gl.constexpr,
 ):  # fmt: skip
-    """An up or down task over the first ROWS rows of a tile, its first step at q. held: what the task before it has left to be finished
-    (state, tile, part, `in_pairs`). aside: the pull that was put aside (its tile or -1, part, ticket); nothing is, if ROUNDS is 0. -> (the
-    next task, whether its first loads are under way, what this one holds, steps, the next task's ticket in lane 0, what is put aside)."""
-    aside_tile, aside_part, aside_ticket = aside
-    a_stages, b_stages, staging, barriers = places
-    hidden_descs, half_hidden_descs, shared_descs = out_descs
-    (
-        tasks_ptr, x_ptr, x_ptrs, ring_ptr, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
-        signals_ptr, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
-    ) = pointers  # fmt: skip
-    num_tasks, ring, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit = numbers
+    """An up or down task over the first ROWS rows of a tile, its first step at q. unannounced: from h_ready on, what the task before it has
+    left to be announced, or -1. -> (the next task, whether its first loads are under way, what is left to be announced, steps)."""
     SUMS: gl.constexpr = WHOLE_SUMS if ROWS == TILE else HALF_SUMS
     row = tile * TILE
     SHARED: gl.constexpr = (S > 0) & (ROWS == TILE)  # of a shared expert every tile is whole
-    a_desc, b_desc, a_row, b_row, steps = operands(kind, tile, part, expert, ring, descs, H, I, S if SHARED else 0)
+    a_desc, b_desc, a_row, b_row, steps = operands(
+        kind, tile, part, expert, ring, x_desc, h_desc, gate_up_desc, down_desc,
+        half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, H, I, S if SHARED else 0,
+    )  # fmt: skip
     if loaded == 0:
         for i in gl.static_range(AHEAD):
             begin_load(a_desc, b_desc, a_row, b_row, i, q + i, a_stages, b_stages, barriers, ROWS)
     total = gl.zeros([ROWS, 2 * TILE], gl.float32, SUMS)
-    slot, source = nowhere()
-    begun = q * 0 + EARLY
-    free = lanes * 0
-    PULLS: gl.constexpr = (ROUNDS > 0) & (ROWS == TILE)
-    if PULLS:
-        place = h_ready_ptr + gl.maximum(aside_tile - ring, 0)  # whose rows the pull replaces
-        free = read_if(place, gl.where(aside_tile >= ring, UPS, 0), lanes)
     for i in gl.static_range(EARLY):
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS, i == 0)
         begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
-        if i == 0:
-            slot, source = find_rows(
-                held[1], held[0] == DOWN, held[0] == SHARED_DOWN, tokens, peer_rank_ptr, peer_token_idx_ptr, S
-            )  # fmt: skip
-        finish_step(
-            i, held, slot, source, hidden_descs, shared_descs, staging, shared_out_ptr, combine_ptr, combine_ptrs,
-            h_ready_ptr, h_free_ptr, shared_h_ready_ptr, ring, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
-            H, R, S, CLAMP, SHARED_CLAMP, SAVE,
-        )  # fmt: skip
-    if PULLS:
-        if (aside_tile >= 0) & (kind == UP):
-            if (aside_tile < ring) | (of_lane_0(free) >= UPS):
-                order_copy_engine(aside_tile)
-                PULL_ROWS: gl.constexpr = TILE // PARTS
-                total = pull_between(
-                    total, q, a_desc, b_desc, a_row, b_row, a_stages, b_stages, barriers, x_ptr, x_ptrs, ring_ptr,
-                    peer_rank_ptr, peer_token_idx_ptr, aside_tile * TILE + aside_part * PULL_ROWS,
-                    (aside_tile % ring) * TILE + aside_part * PULL_ROWS, H, K, R, CHUNKS, ROUNDS, ROWS,
-                )  # fmt: skip
-                begun = begun + ROUNDS * FLYING
+    finish_copy_engine_stores(tile)
+    if unannounced >= 0:
+        announce(h_ready_ptr + unannounced)
     last = steps - AHEAD
-    look = gl.maximum(last - (8 if ROUNDS > 0 else 4), begun)
-    turn = gl.maximum(last - 2, begun)
-    # The next task is looked up in a few moves, each of which has a few steps' time until the following one looks at what it fetched.
-    if PULLS:
-        soon = gl.minimum(begun + FLYING, look)
-        for i in range(begun, soon):
-            total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
-            begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
-        if begun > EARLY:  # the stores had some steps' time
-            finish_copy_engine_stores(aside_tile)
-            announce(x_ready_ptr + aside_tile)
-            if TRACE:  # it took no time of its own
-                note(trace_ptr, aside_ticket, BEGIN)
-                note(trace_ptr, aside_ticket, READY)
-                note(trace_ptr, aside_ticket, DONE)
-            aside_tile = aside_tile * 0 - 1
-        begun = soon
-    for i in range(begun, look):
+    look = gl.maximum(last - 4, EARLY)
+    turn = gl.maximum(last - 2, EARLY)
+    # The next task is looked up in three moves, each of which has a few steps' time until the following one looks at what it fetched.
+    for i in range(EARLY, look):
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
         begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
     following = find(tasks_ptr, taken, num_tasks, lanes)
-    next_is_pull = q < 0
-    if ROUNDS > 0:
-        second = gl.maximum(last - 6, begun)
-        third = gl.maximum(last - 4, begun)
-        for i in range(look, second):
-            total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
-            begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
-        next_task = of_lane_0(following)
-        next_is_pull = ((next_task & 7) == PULL) & (aside_tile < 0)
-        behind = gl.atomic_add(signals_ptr + lanes, lanes * 0 + 1, mask=(lanes == 0) & next_is_pull, sem="relaxed", scope="gpu")
-        for i in range(second, third):
-            total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
-            begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
-        following = find(tasks_ptr, gl.where(next_is_pull, behind, 0), num_tasks, lanes)
-        for i in range(third, turn):
-            total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
-            begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
-        if next_is_pull:
-            _, aside_tile, aside_part, _, _ = unpack(next_task)
-            if TRACE:
-                aside_ticket = of_lane_0(taken)
-            next_task = of_lane_0(following)
-            taken = behind
-        task = next_task
-    else:
-        for i in range(look, turn):
-            total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
-            begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
-        task = of_lane_0(following)
+    for i in range(look, turn):
+        total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
+        begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
+    task = of_lane_0(following)
     next_kind, next_tile, next_part, next_expert, next_half = unpack(task)
     found, found_free = ask(
         next_kind, next_tile, ring, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, lanes, PARTS, UPS, DOWNS, SHARED_UPS
@@ -613,13 +357,15 @@ def expert_task(
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
         begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
     load_next = answer(found, found_free, next_kind, next_tile, ring, h_ready_ptr, PARTS, UPS, DOWNS, SHARED_UPS)
-    load_next = load_next & ((aside_tile < 0) | (next_is_pull & (next_kind == UP) & (next_half == 0)))  # else what is aside is pulled first
     order_copy_engine(next_tile)
     next_a_desc, next_b_desc, next_a_row, next_b_row, _ = operands(
-        next_kind, next_tile, next_part, next_expert, ring, descs, H, I, S
+        next_kind, next_tile, next_part, next_expert, ring, x_desc, h_desc, gate_up_desc, down_desc,
+        half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, H, I, S,
     )  # fmt: skip
-    if ROWS < TILE:
-        slots, sources = find_slots(peer_rank_ptr, peer_token_idx_ptr, combine_ptr, combine_ptrs, row, kind == DOWN, H, R, ROWS)
+    slots, source = find_slots(peer_rank_ptr, peer_token_idx_ptr, combine_ptr, combine_ptrs, row, kind == DOWN, H, R, ROWS)
+    if SHARED:
+        if kind == SHARED_DOWN:
+            slots, source = find_outputs(shared_out_ptr, row, tokens, H, ROWS)
     for i in range(last, steps):
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
         if load_next:
@@ -631,34 +377,39 @@ def expert_task(
     total = warpgroup_mma_wait(0, deps=[total])
     if TRACE:
         note(trace_ptr, ticket, COMPUTED)
-    if ROWS == TILE:
-        results = in_pairs(total)
-        state = kind
-    else:
-        _, _, _, results = nothing_held(q * 0)
-        if kind == UP:
-            h_desc, gate_desc, up_desc = half_hidden_descs
-            store_half_hidden(
-                total, gate_first, h_desc, gate_desc, up_desc, a_row, row, part * TILE, saved_rows, limit, staging,
-                CLAMP, SAVE,
+    unannounced = q * 0 - 1
+    if SHARED:
+        if kind == SHARED_UP:
+            store_hidden(
+                total, shared_gate_first, store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc, row, row, part * TILE, tokens,
+                shared_limit, staging, SHARED_CLAMP, SAVE, ROWS,
             )  # fmt: skip
+            if load_next:
+                unannounced = tile + 2 * max_tiles
+            else:
+                finish_copy_engine_stores(tile)
+                announce(shared_h_ready_ptr + tile)
+    if kind == UP:
+        store_hidden(
+            total, gate_first, store_h_desc, save_gate_desc, save_up_desc, a_row, row, part * TILE, saved_rows, limit, staging,
+            CLAMP, SAVE, ROWS,
+        )  # fmt: skip
+        if load_next:
+            unannounced = tile
         else:
-            column = gl.minimum(part * (2 * TILE), H - 2 * TILE)
-            ab, ac = halves(total, staging)
-            push_to_slots(ab, slots, sources, column, H)
-            push_to_slots(ac, slots, sources, column + TILE, H)
-        state = kind + OUT
-    if load_next == 0:
-        slot, source = find_rows(tile, state == DOWN, state == SHARED_DOWN, tokens, peer_rank_ptr, peer_token_idx_ptr, S)
-        for j in gl.static_range(EARLY):
-            thread_barrier()
-            finish_step(
-                j, (state, tile, part, results), slot, source, hidden_descs, shared_descs, staging, shared_out_ptr,
-                combine_ptr, combine_ptrs, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, ring, tokens, saved_rows, gate_first,
-                shared_gate_first, limit, shared_limit, H, R, S, CLAMP, SHARED_CLAMP, SAVE,
-            )  # fmt: skip
-        state = state * 0
-    return task, load_next.to(gl.int32), (state, tile, part, results), steps, taken, (aside_tile, aside_part, aside_ticket)
+            finish_copy_engine_stores(tile)
+            announce(h_ready_ptr + tile)
+    elif kind != SHARED_UP:
+        column = gl.minimum(part * (2 * TILE), H - 2 * TILE)
+        ab, ac = halves(total, staging, ROWS)
+        if kind == DOWN:
+            if load_next:
+                unannounced = tile + max_tiles
+            else:
+                announce(h_free_ptr + tile)
+        push_to_slots(by_rows(ab, staging, ROWS), slots, source, column, H)
+        push_to_slots(by_rows(ac, staging, ROWS), slots, source, column + TILE, H)
+    return task, load_next.to(gl.int32), unannounced, steps
 
 
 @gluon.jit(do_not_specialize=["rank", "max_tiles", "ring", "tokens", "saved_rows", "gate_first", "shared_gate_first", "wait_limit"])
@@ -681,11 +432,6 @@ def forward_hopper_kernel(
     h_ready_ptr = x_ready_ptr + max_tiles
     h_free_ptr = h_ready_ptr + max_tiles
     shared_h_ready_ptr = h_free_ptr + max_tiles
-    PULL_ROWS: gl.constexpr = TILE // PARTS
-    CHUNKS: gl.constexpr = PULL_ROWS // CHUNK_ROWS * ((H // 2 + CHUNK - 1) // CHUNK)
-    MOST_ROUNDS: gl.constexpr = (CHUNKS + FLYING - 1) // FLYING + 1
-    # Rounds of chunks between the products of an up task, if it has enough steps.
-    ROUNDS: gl.constexpr = MOST_ROUNDS if CHUNKS > 0 and EARLY + AHEAD + MOST_ROUNDS * FLYING <= (H + STEP - 1) // STEP else 0
     a_stages = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TILE, STEP], ROWS_IN_SHARED)
     b_stages = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2, TILE, STEP], PAIR_IN_SHARED)
     staging = gl.allocate_shared_memory(gl.bfloat16, [TILE, TILE], ROWS_IN_SHARED)
@@ -704,71 +450,60 @@ def forward_hopper_kernel(
         note_begin(trace_ptr)
     q = num_tasks * 0  # steps begun by this program
     loaded = num_tasks * 0  # whether the task's first loads are under way,
-    held = nothing_held(num_tasks * 0)  # and what the task before it has left to be finished
-    places = (a_stages, b_stages, staging, barriers)
-    descs = (
-        half_x_desc, half_h_desc, gate_up_desc, down_desc, half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc
-    )  # fmt: skip
-    out_descs = (
-        (store_h_desc, save_gate_desc, save_up_desc), (store_half_h_desc, save_half_gate_desc, save_half_up_desc),
-        (store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc),
-    )  # fmt: skip
-    pointers = (
-        tasks_ptr, x_ptr, x_ptrs, ring_ptr, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
-        signals_ptr, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
-    )  # fmt: skip
-    numbers = (num_tasks, ring, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit)
-    aside = (num_tasks * 0 - 1, num_tasks * 0, num_tasks * 0)  # a pull that was put aside
-    while ((task & 7) != END) | (aside[0] >= 0):
-        kind, tile, part, expert, half = unpack(task)
-        was_aside = (aside[0] >= 0) & (loaded == 0)  # a pull before this task
-        number = ticket
-        if ROUNDS > 0:
-            kind = gl.where(was_aside, PULL, kind)
-            tile = gl.where(was_aside, aside[0], tile)
-            part = gl.where(was_aside, aside[1], part)
-            if TRACE:
-                number = gl.where(was_aside, aside[2], ticket)
-            aside = (gl.where(was_aside, -1, aside[0]), aside[1], aside[2])
-        taken = gl.atomic_add(signals_ptr + lanes, ones, mask=(lanes == 0) & (was_aside == 0), sem="relaxed", scope="gpu")
+    unannounced = num_tasks * 0 - 1  # and the signal, counted from h_ready, that the task before it left to be announced, or -1
+    while (task & 7) != END:
+        taken = gl.atomic_add(signals_ptr + lanes, ones, mask=lanes == 0, sem="relaxed", scope="gpu")
         if TRACE:
-            note(trace_ptr, number, BEGIN)
+            note(trace_ptr, ticket, BEGIN)
+        kind, tile, part, expert, half = unpack(task)
         ok = loaded != 0
         if loaded == 0:
+            finish_copy_engine_stores(tile)
             ok = wait_for_inputs(
                 kind, tile, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, control_ptrs, rank, ring, wait_limit,
                 R, PARTS, UPS, DOWNS, SHARED_UPS,
             )  # fmt: skip
         if TRACE:
-            note(trace_ptr, number, READY)
-        this = task
+            note(trace_ptr, ticket, READY)
         task = task * 0 + END
         steps = q * 0
         if ok:
             if kind == PULL:
+                ROWS: gl.constexpr = TILE // PARTS
                 pull_rows(
-                    ((x_ptr, x_ptrs, ring_ptr),), peer_rank_ptr, peer_token_idx_ptr, tile * TILE + part * PULL_ROWS,
-                    (tile % ring) * TILE + part * PULL_ROWS, 1, H, K, R, PULL_ROWS, BLOCK_H,
+                    ((x_ptr, x_ptrs, ring_ptr),), peer_rank_ptr, peer_token_idx_ptr, tile * TILE + part * ROWS,
+                    (tile % ring) * TILE + part * ROWS, 1, H, K, R, ROWS, BLOCK_H,
                 )  # fmt: skip
-                following = find(tasks_ptr, gl.where(was_aside, 0, taken), num_tasks, lanes)
+                following = find(tasks_ptr, taken, num_tasks, lanes)
                 finish_copy_engine_stores(tile)
                 announce(x_ready_ptr + tile)
-                task = gl.where(was_aside, this, of_lane_0(following))
-                held = nothing_held(q * 0)
+                task = of_lane_0(following)
             elif half != 0:
-                task, loaded, held, steps, taken, aside = expert_task(
-                    kind, tile, part, expert, q, loaded, held, aside, ticket, taken, lanes, places, descs, out_descs, pointers, numbers,
-                    H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, UPS, DOWNS, SHARED_UPS, TILE // 2, CHUNKS, ROUNDS, TRACE,
+                task, loaded, unannounced, steps = expert_task(
+                    kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks,
+                    half_x_desc, half_h_desc, gate_up_desc, down_desc, store_half_h_desc, save_half_gate_desc, save_half_up_desc,
+                    half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc,
+                    store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc,
+                    a_stages, b_stages, staging, barriers, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
+                    x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
+                    ring, max_tiles, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
+                    H, I, S, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, UPS, DOWNS, SHARED_UPS, TILE // 2, TRACE,
                 )  # fmt: skip
             else:
-                task, loaded, held, steps, taken, aside = expert_task(
-                    kind, tile, part, expert, q, loaded, held, aside, ticket, taken, lanes, places, descs, out_descs, pointers, numbers,
-                    H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, UPS, DOWNS, SHARED_UPS, TILE, CHUNKS, ROUNDS, TRACE,
+                task, loaded, unannounced, steps = expert_task(
+                    kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks,
+                    half_x_desc, half_h_desc, gate_up_desc, down_desc, store_h_desc, save_gate_desc, save_up_desc,
+                    half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc,
+                    store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc,
+                    a_stages, b_stages, staging, barriers, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
+                    x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
+                    ring, max_tiles, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
+                    H, I, S, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, UPS, DOWNS, SHARED_UPS, TILE, TRACE,
                 )  # fmt: skip
         q += steps
         if TRACE:
-            note(trace_ptr, number, DONE)
-            ticket = gl.where(was_aside, ticket, of_lane_0(taken))
+            note(trace_ptr, ticket, DONE)
+            ticket = of_lane_0(taken)
     if TRACE:
         note_end(trace_ptr)
 

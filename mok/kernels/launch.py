@@ -273,7 +273,7 @@ def is_hopper(device: torch.device) -> bool:
 
 
 OF_HOPPER = dict(block_m=128, block_n=128, block_k=64, num_warps=8, programs_per_sm=1)
-MORE_THAN = 448  # columns: no product of fewer than eight steps
+MORE_THAN = 256  # columns: no product of fewer
 
 
 def runs_ahead(plan: ForwardPlan, device: torch.device, args: dict[str, Any]) -> bool:

@@ -14,8 +14,7 @@ from mok.kernels.signals import INTERPRETING
 # Words of a program's record.
 PROGRAM = tl.constexpr(8)
 SM, FIRST_CLOCK, FIRST_WALL, LAST_CLOCK, LAST_WALL = (tl.constexpr(i) for i in range(5))
-# Words of a ticket's record: when it was taken up, had what it waited for, had its sums, was done (stored and announced, or, on Hopper,
-# left to the next task to be stored and announced); by whom; BEGIN by the wall clock.
+# Words of a ticket's record: when it was taken up, had what it waited for, had its sums, was announced; by whom; BEGIN by the wall clock.
 WORDS = tl.constexpr(8)
 BEGIN, READY, COMPUTED, DONE, BY, WALL = (tl.constexpr(i) for i in range(6))
 
