@@ -217,86 +217,76 @@ def case_ticket_order():
     loads = [[], [0], [3], [0, 0, 0], [5, 0, 1], [1] * 4, [0, 9, 0, 1, 14, 2], torch.randint(0, 6, (6,), generator=g).tolist()]
     names = ("PULL", "GATE_UP", "HIDDEN", "D_X", "D_WEIGHT", "SHARED_HIDDEN", "SHARED_D_X", "SHARED_D_WEIGHT")
     kinds = {getattr(groups, name).value: name for name in names}
-    kinds_of_layers = [
-        (2, 3, (4, 2, 0), True, 1, 0, 1, 1, 10**6, 0, (0, 0)), (4, 8, (10, 6, 7), True, 2, 3, 2, 3, 0, 3, (2, 1)),
-        (1, 1, (4, 4, 0), True, 2, 1, 2, 1, 4, 0, (0, 0)), (40, 100, (8, 4, 4), True, 1, 2, 3, 0, 3, 2, (2, 0)),
-        (3, 6, (4, 2, 0), False, 4, 0, 1, 2, 10**6, 0, (0, 0)), (2, 5, (4, 2, 2), False, 0, 0, 0, 0, 0, 2, (1, 1)),
-        (2, 4, (20, 36, 0), True, 1, 0, 9, 1, 10**6, 0, (0, 0)),
-    ]  # fmt: skip
-    pairs = [(tiles_L, size) for turn, tiles_L in enumerate(loads) for size in kinds_of_layers[turn % 2 :: 2]]
-    for tiles_L in ([25], [24, 1], [70, 0, 9], [3, 47, 23, 40]):  # groups whose pulls do not all come first, and others
-        for parts, hiddens, saved_tiles in ((4, 1, 10**6), (4, 3, 10**6), (3, 8, 10**6), (4, 2, 30)):
-            for target, shared_tiles in ((30, 0), (200, 2)):
-                pairs.append((tiles_L, (target, 200, (4, 2, 2), True, parts, 1, hiddens, 1, saved_tiles, shared_tiles, (1, 1))))
-    between = 0  # pulls of the first group after its first task
-    for tiles_L, size in pairs:
+    for turn, tiles_L in enumerate(loads):
         total = sum(tiles_L)
-        target, most, sizes, with_weights, parts, ups, hiddens, d_xs, saved_tiles, shared_tiles, per_shared = size
-        rows, expert_tile, records, (weights, shared_weights) = plan_of(
-            tiles_L, target, most, sizes, with_weights, parts, ups, hiddens, d_xs, saved_tiles, shared_tiles, per_shared
-        )  # fmt: skip
-        order = [(r[4], r[0], r[1], (r[2], r[5]) if "WEIGHT" in kinds[r[0]] else r[2], r[3]) for r in records]
-        place = {(kinds[kind], *(task[:2] if kinds[kind] == "PULL" else task)): i for i, (group, kind, *task) in enumerate(order)}
-        cut = [(g, row) for g, row in enumerate(rows[:-1])]
-        of_expert, of_shared = (weight_tiles(sizes[0], width) if with_weights else [] for width in sizes[1:])
-        assert len(of_expert) == weights and len(of_shared) == shared_weights
-        wanted = [("PULL", t, p, -1) for t in range(total) for p in range(parts)]
-        got = []
-        for group, kind, t, p, e in order:
-            k = kinds[kind]
-            got.append((k, -1, p, (group, e)) if k == "D_WEIGHT" else (k, t, p, -1 if k.startswith(("PULL", "SHARED")) else e))
-        expert_of = [e for e, n in enumerate(tiles_L) for _ in range(n)]
-        for kind, per in (("GATE_UP", ups), ("HIDDEN", hiddens), ("D_X", d_xs)):
-            wanted += [(kind, t, p, expert_of[t]) for t in range(saved_tiles if kind == "GATE_UP" else 0, total) for p in range(per)]
-        wanted += [("D_WEIGHT", -1, p, (g, e)) for g, row in cut for e in range(row[2], row[3]) for p in of_expert]
-        for k, per in zip(("SHARED_HIDDEN", "SHARED_D_X"), per_shared, strict=True):
-            wanted += [(k, t, p, -1) for t in range(shared_tiles) for p in range(per)]
-        wanted += [("SHARED_D_WEIGHT", 0, p, -1) for p in of_shared]
-        assert sorted(map(str, got)) == sorted(map(str, wanted)), (tiles_L, target, most)
-        # every expert's tiles are covered by the groups it is in, in order; an empty one is in exactly one group
-        for e, n in enumerate(tiles_L):
-            inside = [(max(row[1], expert_tile[e]), min(rows[g + 1][1], expert_tile[e + 1])) for g, row in cut if row[2] <= e < row[3]]
-            assert sum(b - a for a, b in inside) == n and (n > 0 or len(inside) == 1), (tiles_L, e, inside)
-            assert all(b > a for a, b in inside) or n == 0
-        ends = [rows[g + 1][1] for g in range(len(cut))]
-        ends_within = [g for g, end in enumerate(ends) if 0 < end < total and expert_of[end] == expert_of[end - 1]]
-        begins_within = [g + 1 for g in ends_within]
-        for g in set(ends_within) & set(begins_within):  # then it is one expert all along
-            assert len({expert_of[t] for t in range(rows[g][1], rows[g + 1][1])}) == 1, (tiles_L, target, most, g)
-        assert all(rows[g + 1][1] - rows[g][1] <= most for g in range(len(cut)))
-        first = min((i for i, task in enumerate(order) if kinds[task[1]] == "HIDDEN"), default=len(order))
-        between += sum(kinds[task[1]] == "PULL" and task[2] < rows[1][1] for task in order[first:])
-        ring, group_of = 2 * most, [g for g in range(len(cut)) for _ in range(rows[g + 1][1] - rows[g][1])]
-        compute = [[i for i, task in enumerate(order) if task[0] == g and 2 <= task[1] <= 5] for g in range(len(cut))]
-        assert [len(c) for c in compute] == [row[4] for row in rows[:-1]]
-        for i, (group, kind, tile, _, expert) in enumerate(order):
-            name, needs, record = kinds[kind], [], records[i]
-            if name == "PULL":
-                assert record[5] == (group_of[tile - ring] if tile >= ring else -1)
-                needs = compute[record[5]] if tile >= ring else []
-            elif name in ("GATE_UP", "HIDDEN"):
-                needs = [place["PULL", tile, p] for p in range(parts)]
-                if name == "HIDDEN" and tile >= saved_tiles:
-                    needs += [place["GATE_UP", tile, p, expert] for p in range(ups)]
-            elif name == "D_X":
-                needs = [place["HIDDEN", tile, p, expert] for p in range(hiddens)]
-            elif name == "D_WEIGHT":
-                end = min(expert_tile[expert + 1], rows[group + 1][1])
-                needs = [i for i, task in enumerate(order) if task[0] == group and kinds[task[1]] == "HIDDEN"]
-                assert record[7] == len(needs) and tile == max(expert_tile[expert], rows[group][1])
-                is_last = expert_tile[expert + 1] <= rows[group + 1][1]
-                missing = 1 if is_last and tiles_L[expert] else 0  # the last row of every expert is padding here
-                assert record[6] == 2 * (2 * (end - tile) - missing) + is_last, (record, end)
-                if rows[group][5] >= 0:
-                    needs = needs + compute[rows[group][5]]
-            elif name == "SHARED_D_WEIGHT":
-                assert record[7] == shared_tiles * per_shared[0] and record[6] == 2 * (2 * shared_tiles - 1) + 1
-            if name in ("HIDDEN", "D_X"):
-                assert record[6] == (tile + 1 == expert_tile[expert + 1])  # half of an expert's last tile is padding
-            elif name.startswith("SHARED") and "WEIGHT" not in name:
-                assert record[6] == 0
-            assert all(j < i for j in needs), (tiles_L, target, most, name, tile)
-    assert between > 100
+        for target, most, sizes, with_weights, parts, ups, hiddens, d_xs, saved_tiles, shared_tiles, per_shared in [
+            (2, 3, (4, 2, 0), True, 1, 0, 1, 1, 10**6, 0, (0, 0)), (4, 8, (10, 6, 7), True, 2, 3, 2, 3, 0, 3, (2, 1)),
+            (1, 1, (4, 4, 0), True, 2, 1, 2, 1, 4, 0, (0, 0)), (40, 100, (8, 4, 4), True, 1, 2, 3, 0, 3, 2, (2, 0)),
+            (3, 6, (4, 2, 0), False, 4, 0, 1, 2, 10**6, 0, (0, 0)), (2, 5, (4, 2, 2), False, 0, 0, 0, 0, 0, 2, (1, 1)),
+            (2, 4, (20, 36, 0), True, 1, 0, 9, 1, 10**6, 0, (0, 0)),
+        ][turn % 2 :: 2]:  # fmt: skip
+            rows, expert_tile, records, (weights, shared_weights) = plan_of(
+                tiles_L, target, most, sizes, with_weights, parts, ups, hiddens, d_xs, saved_tiles, shared_tiles, per_shared
+            )  # fmt: skip
+            order = [(r[4], r[0], r[1], (r[2], r[5]) if "WEIGHT" in kinds[r[0]] else r[2], r[3]) for r in records]
+            place = {(kinds[kind], *(task[:2] if kinds[kind] == "PULL" else task)): i for i, (group, kind, *task) in enumerate(order)}
+            cut = [(g, row) for g, row in enumerate(rows[:-1])]
+            of_expert, of_shared = (weight_tiles(sizes[0], width) if with_weights else [] for width in sizes[1:])
+            assert len(of_expert) == weights and len(of_shared) == shared_weights
+            wanted = [("PULL", t, p, -1) for t in range(total) for p in range(parts)]
+            got = []
+            for group, kind, t, p, e in order:
+                k = kinds[kind]
+                got.append((k, -1, p, (group, e)) if k == "D_WEIGHT" else (k, t, p, -1 if k.startswith(("PULL", "SHARED")) else e))
+            expert_of = [e for e, n in enumerate(tiles_L) for _ in range(n)]
+            for kind, per in (("GATE_UP", ups), ("HIDDEN", hiddens), ("D_X", d_xs)):
+                wanted += [(kind, t, p, expert_of[t]) for t in range(saved_tiles if kind == "GATE_UP" else 0, total) for p in range(per)]
+            wanted += [("D_WEIGHT", -1, p, (g, e)) for g, row in cut for e in range(row[2], row[3]) for p in of_expert]
+            for k, per in zip(("SHARED_HIDDEN", "SHARED_D_X"), per_shared, strict=True):
+                wanted += [(k, t, p, -1) for t in range(shared_tiles) for p in range(per)]
+            wanted += [("SHARED_D_WEIGHT", 0, p, -1) for p in of_shared]
+            assert sorted(map(str, got)) == sorted(map(str, wanted)), (tiles_L, target, most)
+            # every expert's tiles are covered by the groups it is in, in order; an empty one is in exactly one group
+            for e, n in enumerate(tiles_L):
+                inside = [(max(row[1], expert_tile[e]), min(rows[g + 1][1], expert_tile[e + 1])) for g, row in cut if row[2] <= e < row[3]]
+                assert sum(b - a for a, b in inside) == n and (n > 0 or len(inside) == 1), (tiles_L, e, inside)
+                assert all(b > a for a, b in inside) or n == 0
+            ends = [rows[g + 1][1] for g in range(len(cut))]
+            ends_within = [g for g, end in enumerate(ends) if 0 < end < total and expert_of[end] == expert_of[end - 1]]
+            begins_within = [g + 1 for g in ends_within]
+            for g in set(ends_within) & set(begins_within):  # then it is one expert all along
+                assert len({expert_of[t] for t in range(rows[g][1], rows[g + 1][1])}) == 1, (tiles_L, target, most, g)
+            assert all(rows[g + 1][1] - rows[g][1] <= most for g in range(len(cut)))
+            ring, group_of = 2 * most, [g for g in range(len(cut)) for _ in range(rows[g + 1][1] - rows[g][1])]
+            compute = [[i for i, task in enumerate(order) if task[0] == g and 2 <= task[1] <= 5] for g in range(len(cut))]
+            assert [len(c) for c in compute] == [row[4] for row in rows[:-1]]
+            for i, (group, kind, tile, _, expert) in enumerate(order):
+                name, needs, record = kinds[kind], [], records[i]
+                if name == "PULL":
+                    assert record[5] == (group_of[tile - ring] if tile >= ring else -1)
+                    needs = compute[record[5]] if tile >= ring else []
+                elif name in ("GATE_UP", "HIDDEN"):
+                    needs = [place["PULL", tile, p] for p in range(parts)]
+                    if name == "HIDDEN" and tile >= saved_tiles:
+                        needs += [place["GATE_UP", tile, p, expert] for p in range(ups)]
+                elif name == "D_X":
+                    needs = [place["HIDDEN", tile, p, expert] for p in range(hiddens)]
+                elif name == "D_WEIGHT":
+                    end = min(expert_tile[expert + 1], rows[group + 1][1])
+                    needs = [i for i, task in enumerate(order) if task[0] == group and kinds[task[1]] == "HIDDEN"]
+                    assert record[7] == len(needs) and tile == max(expert_tile[expert], rows[group][1])
+                    is_last = expert_tile[expert + 1] <= rows[group + 1][1]
+                    missing = 1 if is_last and tiles_L[expert] else 0  # the last row of every expert is padding here
+                    assert record[6] == 2 * (2 * (end - tile) - missing) + is_last, (record, end)
+                    if rows[group][5] >= 0:
+                        needs = needs + compute[rows[group][5]]
+                elif name == "SHARED_D_WEIGHT":
+                    assert record[7] == shared_tiles * per_shared[0] and record[6] == 2 * (2 * shared_tiles - 1) + 1
+                if name in ("HIDDEN", "D_X"):
+                    assert record[6] == (tile + 1 == expert_tile[expert + 1])  # half of an expert's last tile is padding
+                elif name.startswith("SHARED") and "WEIGHT" not in name:
+                    assert record[6] == 0
+                assert all(j < i for j in needs), (tiles_L, target, most, name, tile)
 
 
 def case_hidden_gradient_example():

@@ -4,11 +4,9 @@ A group is a run of tiles, whole experts where they fit: it is closed when it ha
 that does not fit is cut; the sum that is cut lives on in memory, of which there is one copy, so a group that begins with the rest of a cut
 expert does not end within another one. `plan_kernel` writes the groups into a table, `list_kernel` every task's record.
 
-    first pulls of group 0 | shared experts: hidden, d_x, weight gradients | group 0 | group 1 | ...
+    pulls of group 0 | shared experts: hidden, d_x, weight gradients | group 0 | group 1 | ...
     group g: gate and up again (tiles that saved none), hidden, d_x, weight gradients; the pulls of group g + 1 are spread over the first
              three quarters of it.
-    group 0: its first HEAD tiles are pulled at the beginning, and the others between its first hidden tasks, PULLS_TO_ONE to one, which is
-             faster than these reach new tiles; those of group 1 after them. If some of its tiles saved none, all are pulled first.
 
 Example, target 2, most 3, tiles per expert [1, 2, 0, 5]: groups of tiles 0-2 (experts 0, 1), 3-5 (expert 2, which is empty, and the first
 part of 3) and 6-7 (the rest of 3).
@@ -55,14 +53,6 @@ EXPECTED = tl.constexpr(7)  # weights: slices of d_gate that must be there, thos
 BLOCK_TICKETS = 256
 
 BLOCK_TILES = tl.constexpr(16)  # about as many rows of tiles are worked on together, so that both operands stay in the L2 cache
-HEAD = tl.constexpr(24)  # tiles; no block of `swizzle` has more rows
-assert HEAD.value >= BLOCK_TILES.value * 3 // 2
-
-
-@triton.jit
-def head_of(end, saved_tiles):
-    """How many tiles of group 0, which ends at tile `end`, are pulled before anything else."""
-    return tl.where(saved_tiles >= end, tl.minimum(end, HEAD), end)
 
 
 @triton.jit
@@ -70,11 +60,10 @@ def write_group(
     table_ptr, group, ticket, tasks, tile, tile_end, expert, expert_end, carry_after, saved_tiles, shared_tasks,
     PARTS: tl.constexpr, GATE_UPS: tl.constexpr, HIDDENS: tl.constexpr, D_XS: tl.constexpr, D_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """ticket, tasks: where the group before begins, and its tasks but for the pulls of this one. -> the same of this one."""
+    """ticket, tasks: where the group before begins and its compute tasks. -> the same of this one."""
     tiles = tile_end - tile
     before = tl.where(group == 0, shared_tasks, ticket + tasks)
-    head = tl.where(group == 0, head_of(tile_end, saved_tiles), tiles)
-    ticket = before + head * PARTS
+    ticket = before + tiles * PARTS
     unsaved = tl.maximum(tile_end - tl.maximum(tile, saved_tiles), 0)
     tasks = unsaved * GATE_UPS + tiles * (HIDDENS + D_XS) + (expert_end - expert) * D_WEIGHTS
     row = table_ptr + HEADER + group * ROW
@@ -84,7 +73,7 @@ def write_group(
     tl.store(row + EXPERT_END, expert_end)
     tl.store(row + TASKS, tasks)
     tl.store(row + CARRY_AFTER, carry_after)
-    return ticket, tasks + (tiles - head) * PARTS
+    return ticket, tasks
 
 
 @triton.jit(do_not_specialize=["num_local", "saved_tiles", "shared_tasks", "target", "most"])
@@ -185,7 +174,6 @@ def list_kernel(
     """Write the record of every ticket. Any number of programs."""
     PER_TILE: tl.constexpr = PARTS if PARTS > 0 else 1
     PER_EXPERT: tl.constexpr = D_WEIGHTS if D_WEIGHTS > 0 else 1
-    PULLS_TO_ONE: tl.constexpr = PARTS // HIDDENS + 1 if HIDDENS > 0 else 1
     groups = tl.load(table_ptr)
     total = tl.load(table_ptr + HEADER + groups * ROW + TICKET)
     for block in range(tl.program_id(0), tl.cdiv(total, BLOCK), tl.num_programs(0)):
@@ -203,24 +191,14 @@ def list_kernel(
         tasks = tl.load(row + TASKS)
         following = tl.load(row + ROW + TICKET)
 
-        head = tl.where(group == 0, head_of(end, saved_tiles), end)
-        rest = (end - head) * PARTS  # pulls of group 0 between its own tasks: in rounds, of which each ends with a task, and a last few
-        rounds = rest // PULLS_TO_ONE
-        mixed = rest + rounds
-        q = tl.where(ahead, ticket - head * PARTS, ticket - start)
-        late = (ahead == 0) & (q < mixed)
-        in_round = q % (PULLS_TO_ONE + 1)
-        a_round = q // (PULLS_TO_ONE + 1)
-        is_late = late & ((in_round < PULLS_TO_ONE) | (a_round >= rounds))
-        late_pull = a_round * PULLS_TO_ONE + in_round
-        q = tl.where(ahead, q, q - mixed)
-        pulls = following - start - tasks - rest
-        step = (tasks - rounds) * 3 // (4 * tl.maximum(pulls, 1)) + 1
+        q = tl.where(ahead, ticket - end * PARTS, ticket - start)
+        pulls = following - start - tasks
+        step = tasks * 3 // (4 * tl.maximum(pulls, 1)) + 1
         pull = q // step
-        is_pull = tl.where(ahead, q < 0, is_late | ((late == 0) & (pull < pulls) & (q % step == 0)))
-        q = tl.where(ahead, q, tl.where(late, a_round, rounds + q - tl.minimum(pull + 1, pulls)))
-        pull = tl.where(ahead, ticket, tl.where(late, late_pull, pull))
-        pulled = tl.where(ahead, 0, tl.where(late, head, end)) + pull // PER_TILE
+        is_pull = tl.where(ahead, q < 0, (pull < pulls) & (q % step == 0))
+        pull = tl.where(ahead, ticket, pull)
+        q -= tl.where(ahead, 0, tl.minimum(pull + 1, pulls))
+        pulled = tl.where(ahead, 0, end) + pull // PER_TILE
         owner = tl.zeros((BLOCK,), tl.int32) - 1  # the group of the tile that had the place before
         for g in range(groups):
             owner += (tl.load(table_ptr + HEADER + g * ROW + TILE) <= pulled - ring).to(tl.int32)

@@ -139,9 +139,14 @@ class Workspace:
         """Raise what ended an earlier call, on every rank, and clear it. After a synchronization it is complete."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
-        failure = self.memory.failure()
-        if failure is None:
+        if self.memory.failure() is None:
             return
+        if self.device.type == "cuda":  # what was launched behind the failure tells the host of it again
+            torch.cuda.current_stream(self.device).record_event().synchronize()
+            if self.last_call is not None:
+                self.last_call.synchronize()
+        failure = self.memory.failure()
+        assert failure
         self.memory.clear_failure()
         report, own = failure
         rank = report["rank"]

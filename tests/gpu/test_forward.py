@@ -17,7 +17,7 @@ from virtual import DEVICE, Group, Problem, assert_close, poison_workspace
 
 from mok import schedule as host_schedule
 from mok.fabric import FabricError
-from mok.kernels import launch
+from mok.kernels import launch, schedule
 from mok.kernels.launch import ForwardPlan
 
 SMALL = ForwardPlan(minibatch_tiles=4, ring_tiles=8)
@@ -212,6 +212,33 @@ def test_wrong_expert_id_of_one_rank_is_reported_to_all(wrong, said):
             told[rank] = str(error.value)
     torch.cuda.synchronize()
     assert set(told.values()) == {f"ids_TK: slot 6 of rank 1 is {said}: must be -1 or in 0..3"}
+    ids[3, 0] = kept
+    assert torch.equal(group.run(), first)
+
+
+def test_a_failure_is_raised_once_though_kernels_behind_it_tell_of_it_later():
+    problem = Problem(300, 256, 128, 4, 2)
+    group = Group(problem, 2)
+    first = group.run()
+    ids = group.inputs[1][1]
+    kept = ids[3, 0].clone()
+    ids[3, 0] = 4
+    torch.cuda.synchronize()
+    workspace = group.workspaces[1]
+    with torch.cuda.stream(group.streams[1]):
+        schedule.sort_slots(workspace.memory, ids, problem.experts)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)  # about a tenth of a second
+        workspace.barrier()
+        with pytest.raises(ValueError, match="slot 6 of rank 1 is 4"):
+            workspace.check()
+        torch.cuda.synchronize()
+        workspace.check()
+    with torch.cuda.stream(group.streams[0]):
+        group.workspaces[0].barrier()
+        torch.cuda.synchronize()
+        with pytest.raises(ValueError, match="slot 6 of rank 1 is 4"):
+            group.workspaces[0].check()
     ids[3, 0] = kept
     assert torch.equal(group.run(), first)
 
