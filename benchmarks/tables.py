@@ -1,4 +1,4 @@
-"""README's tables of figures, from the files under benchmarks/results: python benchmarks/tables.py [layer memory fp8 mxfp8 ep]."""
+"""README's tables of figures, from the files under benchmarks/results: python benchmarks/tables.py [layer memory fp8 mxfp8 ep overlap scaling]."""
 
 from __future__ import annotations
 
@@ -91,7 +91,29 @@ def ep() -> list[str]:
     return out
 
 
-TABLES = {"layer": layer, "memory": memory, "fp8": lambda: of_format("fp8"), "mxfp8": lambda: of_format("mxfp8"), "ep": ep}
+def overlap() -> list[str]:
+    columns = {"without dispatch": "no dispatch", "without push and combine": "no combine", "experts alone": "alone", "rows alone": "moving"}
+    out = heads("shape", "GPUs", "whole", *columns)
+    for file in ("h200-overlap.json", "h200x2-overlap.json"):
+        for row in read(file):
+            out.append(line(row["shape"], row["ep"], ms(row["ms"]), *(ms(row["without"][name]) for name in columns.values())))
+    return out
+
+
+def scaling() -> list[str]:
+    rows = read("h200-scaling.json")
+    out = heads("T", *(str(row["T"]) for row in rows if row["direction"] == "fwd"))
+    for direction, name in (("fwd", "forward"), ("bwd", "backward")):
+        of = [row for row in rows if row["direction"] == direction]
+        out.append(line(f"{name} TFLOP/s", *(f"{row['tflops']:.0f}" for row in of)))
+        out.append(line("times torch", *(f"{row['ratio']:.2f}" for row in of)))
+    return out
+
+
+TABLES = {
+    "layer": layer, "memory": memory, "fp8": lambda: of_format("fp8"), "mxfp8": lambda: of_format("mxfp8"), "ep": ep, "overlap": overlap,
+    "scaling": scaling,
+}  # fmt: skip
 
 
 def main() -> None:
