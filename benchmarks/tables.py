@@ -1,4 +1,4 @@
-"""README's tables of figures, from the files under benchmarks/results: python benchmarks/tables.py [layer memory fp8 mxfp8 ep overlap scaling]."""
+"""README's tables of figures, from the files under benchmarks/results: python benchmarks/tables.py [layer memory ...]."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ def ep() -> list[str]:
 
 
 def overlap() -> list[str]:
-    columns = {"without dispatch": "no dispatch", "without push and combine": "no combine", "experts alone": "alone", "rows alone": "moving"}
-    out = heads("shape", "GPUs", "whole", *columns)
+    names = {"without dispatch": "no dispatch", "without push and combine": "no combine", "experts alone": "alone", "rows alone": "moving"}
+    out = heads("shape", "GPUs", "whole", *names)
     for file in ("h200-overlap.json", "h200x2-overlap.json"):
         for row in read(file):
-            out.append(line(row["shape"], row["ep"], ms(row["ms"]), *(ms(row["without"][name]) for name in columns.values())))
+            out.append(line(row["shape"], row["ep"], ms(row["ms"]), *(ms(row["without"][name]) for name in names.values())))
     return out
 
 

@@ -179,7 +179,7 @@ def _loads_run_on(key: Key) -> bool:
         return False
     from mok.kernels.launch_backward import BackwardPlan, runs_ahead
 
-    return runs_ahead(BackwardPlan(), torch.device("cuda"), (key.H, key.I), False, False)
+    return runs_ahead(BackwardPlan(), torch.device("cuda"), (key.H, key.I), False)
 
 
 def waves(name: str, key: Key, num_sms: int) -> int:

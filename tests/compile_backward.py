@@ -91,6 +91,8 @@ def hopper_constants(hidden: int, width: int, shared: int, ranks: int, flags: di
         constants |= {name: None for name in backward_hopper_kernel.arg_names if "shared_" in name and name.endswith("_desc")}
     if not constants["RECOMPUTE"]:
         constants |= dict(half_x_desc=None, gate_up_pair_desc=None)
+    if constants["ACCUMULATE"]:
+        constants |= {name: None for name in backward_hopper_kernel.arg_names if name.startswith("store_")}
     return constants
 
 

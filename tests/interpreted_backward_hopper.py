@@ -118,6 +118,33 @@ def case_needs():
         assert len(got) == count, (needs, list(got))
 
 
+def case_main_grads():
+    """Added to fp32 gradients the bits of the ordinary kernel: an expert without rows, one that is cut, tiles that stick out, shared
+    experts, several ranks."""
+    cut = Problem(12, 400, 384, 384, 3, 1, shared_width=384)
+    cut.ids_TK[:300] = 1
+    cut.weights_TK = torch.randn(cut.ids_TK.shape)
+    for problem, ranks, plan in ((few_rows(Problem(11, 300, 384, 512, 3, 1)), 2, PLAN), (cut, 1, replace(PLAN, ring_tiles=3))):
+        d_y, saved = make_d_y(problem), make_saved(problem, ranks, 64)
+        found = []
+        for runner, of in ((run, replace(plan, prefetch=False)), (run_hopper, plan)):
+            generator = torch.Generator().manual_seed(3)
+            random = lambda weight: shared(torch.randn(weight.shape, generator=generator))  # noqa: B023, E731
+            mains = tuple(random(weight) for weight in (problem.gate_EIH, problem.up_EIH, problem.down_EHI))
+            of_shared = tuple(random(weight) for weight in problem.shared or ())
+            before = [main.clone() for main in mains]
+            TOLD.take()
+            got = runner(problem, d_y, ranks, of, saved=saved, mains=mains, shared_mains=of_shared or None, deadline_s=300.0)
+            assert got.gate is None and got.shared is None
+            assert sum(TOLD.take().values()) > 0 or runner is run, "the ordinary kernel ran"
+            empty = [expert for expert in range(problem.experts) if not (problem.ids_TK == expert).any()]
+            for main, old in zip(mains, before, strict=True):
+                assert not torch.equal(main, old) and all(torch.equal(main[expert], old[expert]) for expert in empty)
+            found.append((got.d_x, got.d_weights, *mains, *of_shared))
+        for one, other in zip(*found, strict=True):
+            assert torch.equal(one, other), (ranks, plan)
+
+
 def case_faults():
     """A ring with one stage too few, a store whose place is used too early, and stores that nothing finishes are found."""
     problem, plan = Problem(7, 64, 384, 384, 1, 1), replace(PLAN, num_sms=1)

@@ -82,7 +82,7 @@ def compile_for(shape: Shape, device: torch.device, ranks: int = 1, precision: P
     experts, batch = make_experts(few, device), make_batch(few, 0, 0, device)
     layer = GpuLayer(shape.T, few.E * ranks, shape.K, experts, None, 1.0, precision=precision, compile_for=ranks)
     layer.forward(batch)
-    ahead = precision == BF16 and runs_ahead(BackwardPlan(), device, (shape.H, shape.I), False, False)  # which makes no runs
+    ahead = precision == BF16 and runs_ahead(BackwardPlan(), device, (shape.H, shape.I), False)  # which makes no runs
     run = 0 if ahead else automatic_run(shape.T * shape.K, shape.E // ranks)
     layer.backward(batch, layer.forward(batch, True)[1], dict(run=run))
     if precision != "bf16":

@@ -311,6 +311,36 @@ def finish_weight(total, out_desc, row, column, q, staging, b_stages):
 
 
 @gluon.jit
+def old_values(to_ptr, i: gl.constexpr, row, column, columns):
+    """Addresses of the i-th slice of a tile of an fp32 gradient, which of its columns are real, and what is there."""
+    at = column + i * SLICE + gl.arange(0, SLICE, gl.SliceLayout(0, SPREAD))
+    rows = row + gl.arange(0, TILE, gl.SliceLayout(1, SPREAD))
+    columns = gl.multiple_of(columns + row * 0, 128)
+    place = to_ptr + (rows.to(gl.int64) * columns)[:, None] + at[None, :]
+    real = (rows >= 0)[:, None] & (at < columns)[None, :]
+    return place, real, gl.load(place, mask=real, other=0.0)
+
+
+@gluon.jit
+def add_weight(total, to_ptr, row, column, columns, q, b_stages):
+    """Add a tile of a weight's gradient to an fp32 one of so many columns, in slices, whose old values are asked for two ahead. q: after
+    its steps."""
+    parts = slices(total, TILE, 2 * TILE, SLICE)
+    buffer = reinterpret(b_stages.index((q - 1) & (STAGES - 1)), gl.float32, [TILE, SLICE], SUMS_IN_SHARED)
+    old = (old_values(to_ptr, 0, row, column, columns),)
+    for i in gl.static_range(2 * TILE // SLICE):
+        thread_barrier()  # every warp has waited for the last product, and read the slice before
+        buffer.store(parts[i])
+        thread_barrier()
+        place, real, value = old[0]
+        old = old[1:]
+        if i + 1 < 2 * TILE // SLICE:
+            old = old + (old_values(to_ptr, i + 1, row, column, columns),)
+        gl.store(place, value + buffer.load(SPREAD), mask=real)
+    fence_async_shared()  # the next loads go where sums lay
+
+
+@gluon.jit
 def load_gate_up(desc, gate_plane, row, column, u, live, staging, barriers, FORM: gl.constexpr):
     """Begin the loads of gate and up of unit u, a half of the u // 2-th tile of `in_slices`: 64 rows of 64 columns."""
     boxes = reinterpret(staging, gl.bfloat16, [4, 1, BOX, SLICE], PAIR_IN_SHARED)
@@ -465,7 +495,7 @@ def pull_task(
 def product_task(
     task, ticket, q, loaded, late, ready_group, taken, lanes, places, matrices, pointers, numbers,
     H: gl.constexpr, I: gl.constexpr, S: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, RECOMPUTE: gl.constexpr,
-    CARRY: gl.constexpr, NEED_WEIGHTS: gl.constexpr, ANY_WEIGHT: gl.constexpr,
+    CARRY: gl.constexpr, ACCUMULATE: gl.constexpr, NEED_WEIGHTS: gl.constexpr, ANY_WEIGHT: gl.constexpr,
     PARTS: gl.constexpr, GATE_UPS: gl.constexpr, HIDDENS: gl.constexpr, SHARED_HIDDENS: gl.constexpr, FORM: gl.constexpr,
     TRACE: gl.constexpr,
 ):  # fmt: skip
@@ -477,7 +507,7 @@ def product_task(
     """
     kind, tile, part, expert, group, at, depth, _ = task
     a_stages, b_stages, staging, barriers = places
-    descs, shared_descs, out_descs, shared_out_descs, saved_desc, shared_saved_desc = matrices
+    descs, shared_descs, outs, shared_outs, saved_desc, shared_saved_desc = matrices
     (
         list_ptr, expert_tile_ptr, ring_d_gate_ptr, ring_d_up_ptr, ring_h_ptr, ring_weights_ptr, partial_ptr,
         shared_d_gate_ptr, shared_d_up_ptr, shared_h_ptr, d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, shared_d_x_ptr,
@@ -580,24 +610,27 @@ def product_task(
     if TRACE:
         note(trace_ptr, ticket, COMPUTED)
     if FORM == WEIGHT:
-        gate_out_desc, up_out_desc, down_out_desc = out_descs
-        out_desc = gate_out_desc
+        gate_out, up_out, down_out = outs
+        out = gate_out
         width = part * 0 + I
         if part == 1:
-            out_desc = up_out_desc
+            out = up_out
         elif part == 2:
-            out_desc = down_out_desc
+            out = down_out
         if S > 0:
             if kind == SHARED_D_WEIGHT:
                 width = part * 0 + S
-                shared_gate_out_desc, shared_up_out_desc, shared_down_out_desc = shared_out_descs
-                out_desc = shared_gate_out_desc
+                shared_gate_out, shared_up_out, shared_down_out = shared_outs
+                out = shared_gate_out
                 if part == 1:
-                    out_desc = shared_up_out_desc
+                    out = shared_up_out
                 elif part == 2:
-                    out_desc = shared_down_out_desc
+                    out = shared_down_out
         to_row = expert * gl.where(part == 2, H, width) + own[5]
-        finish_weight(total, out_desc, to_row, own[7], q + steps, staging, b_stages)
+        if not ACCUMULATE:
+            finish_weight(total, out, to_row, own[7], q + steps, staging, b_stages)
+        elif depth > 1:  # of an expert without rows there is nothing to add
+            add_weight(total, out, to_row, own[7], gl.where(part == 2, width, H), q + steps, b_stages)
     elif hidden:
         to_gate_ptr = ring_d_gate_ptr
         to_up_ptr = ring_d_up_ptr
@@ -703,8 +736,8 @@ def is_cut(kind, tile, expert, depth, expert_tile_ptr):
 
 @gluon.jit
 def cut_task(
-    task, ticket, q, taken, places, list_ptr, total_tasks, descs, out_descs, expert_tile_ptr, carry_ptr, group_done_ptr, trace_ptr, ring,
-    H: gl.constexpr, I: gl.constexpr, TRACE: gl.constexpr,
+    task, ticket, q, taken, places, list_ptr, total_tasks, descs, outs, expert_tile_ptr, carry_ptr, group_done_ptr, trace_ptr, ring,
+    H: gl.constexpr, I: gl.constexpr, ACCUMULATE: gl.constexpr, TRACE: gl.constexpr,
 ):  # fmt: skip
     """A tile of a weight's gradient whose sum begins with what is carried, or ends unfinished -> the next task, its ticket,
     steps. Nothing runs ahead."""
@@ -736,13 +769,16 @@ def cut_task(
         place = carry_ptr + part.to(gl.int64) * (I * H) + (r.to(gl.int64) * columns)[:, None] + c[None, :]
         gl.store(place, total, mask=(r < rows)[:, None] & (c < columns)[None, :])
     else:
-        gate_out_desc, up_out_desc, down_out_desc = out_descs
-        out_desc = gate_out_desc
+        gate_out, up_out, down_out = outs
+        out = gate_out
         if part == 1:
-            out_desc = up_out_desc
+            out = up_out
         elif part == 2:
-            out_desc = down_out_desc
-        finish_weight(total, out_desc, expert * rows + to_row, column, q + steps, staging, b_stages)
+            out = down_out
+        if ACCUMULATE:
+            add_weight(total, out, expert * rows + to_row, column, columns, q + steps, b_stages)
+        else:
+            finish_weight(total, out, expert * rows + to_row, column, q + steps, staging, b_stages)
     announce(group_done_ptr + group)
     return read_task(next_ticket, list_ptr, total_tasks), next_ticket, steps
 
@@ -763,15 +799,15 @@ def backward_hopper_kernel(
     half_shared_d_y_desc, half_shared_d_gate_up_desc, shared_x_kn_desc, shared_h_kn_desc, shared_down_kn_desc, shared_gate_up_kn_desc,
     half_shared_saved_desc,
     store_d_gate_desc, store_d_up_desc, store_d_down_desc, store_shared_d_gate_desc, store_shared_d_up_desc, store_shared_d_down_desc,
+    d_gate_weight_ptr, d_up_weight_ptr, d_down_weight_ptr, shared_d_gate_weight_ptr, shared_d_up_weight_ptr, shared_d_down_weight_ptr,
     signals_ptr, trace_ptr, up_first, shared_up_first, saved_up_first, shared_saved_up_first, gate_first, rank, ring, max_tiles, tokens,
     saved_tiles, limit, shared_limit, wait_limit,
     H: gl.constexpr, I: gl.constexpr, S: gl.constexpr, K: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, RECOMPUTE: gl.constexpr,
-    CARRY: gl.constexpr, NEED_WEIGHTS: gl.constexpr, NEED_EXPERTS: gl.constexpr, NEED_SHARED: gl.constexpr,
+    CARRY: gl.constexpr, ACCUMULATE: gl.constexpr, NEED_WEIGHTS: gl.constexpr, NEED_EXPERTS: gl.constexpr, NEED_SHARED: gl.constexpr,
     PARTS: gl.constexpr, BLOCK_H: gl.constexpr,
     GATE_UPS: gl.constexpr, HIDDENS: gl.constexpr, SHARED_HIDDENS: gl.constexpr, TRACE: gl.constexpr,
 ):  # fmt: skip
-    """`backward.backward_kernel` of bf16 experts whose gradients are added to nothing and stored by the copy engine; H, I and, if not 0, S
-    of more than AHEAD steps."""
+    """`backward.backward_kernel` of bf16 experts; H, I and, if not 0, S multiples of TILE of more than AHEAD steps."""
     ANY_WEIGHT: gl.constexpr = NEED_EXPERTS | NEED_SHARED
     x_ready_ptr = signals_ptr + 32
     gate_ready_ptr = x_ready_ptr + max_tiles
@@ -784,8 +820,12 @@ def backward_hopper_kernel(
     shared_descs = (
         half_shared_d_y_desc, half_shared_d_gate_up_desc, shared_x_kn_desc, shared_h_kn_desc, shared_down_kn_desc, shared_gate_up_kn_desc
     )  # fmt: skip
-    out_descs = (store_d_gate_desc, store_d_up_desc, store_d_down_desc)
-    shared_out_descs = (store_shared_d_gate_desc, store_shared_d_up_desc, store_shared_d_down_desc)
+    if ACCUMULATE:
+        outs = (d_gate_weight_ptr, d_up_weight_ptr, d_down_weight_ptr)
+        shared_outs = (shared_d_gate_weight_ptr, shared_d_up_weight_ptr, shared_d_down_weight_ptr)
+    else:
+        outs = (store_d_gate_desc, store_d_up_desc, store_d_down_desc)
+        shared_outs = (store_shared_d_gate_desc, store_shared_d_up_desc, store_shared_d_down_desc)
     shared_tiles = max_tiles * 0
     if S > 0:
         shared_tiles = (tokens + TILE - 1) // TILE
@@ -806,7 +846,7 @@ def backward_hopper_kernel(
     if TRACE:
         note_begin(trace_ptr)
     places = (a_stages, b_stages, staging, barriers)
-    matrices = (descs, shared_descs, out_descs, shared_out_descs, half_saved_desc, half_shared_saved_desc)
+    matrices = (descs, shared_descs, outs, shared_outs, half_saved_desc, half_shared_saved_desc)
     pointers = (
         list_ptr, expert_tile_ptr, ring_d_gate_ptr, ring_d_up_ptr, ring_h_ptr, ring_weights_ptr, partial_ptr,
         shared_d_gate_ptr, shared_d_up_ptr, shared_h_ptr, d_x_ptr, d_x_ptrs, d_weights_ptr, d_weights_ptrs, shared_d_x_ptr,
@@ -863,8 +903,8 @@ def backward_hopper_kernel(
             if CARRY:
                 ready_group = group
                 task, ticket, steps = cut_task(
-                    task, ticket, q, taken, places, list_ptr, total_tasks, descs, out_descs, expert_tile_ptr, carry_ptr, group_done_ptr,
-                    trace_ptr, ring, H, I, TRACE,
+                    task, ticket, q, taken, places, list_ptr, total_tasks, descs, outs, expert_tile_ptr, carry_ptr, group_done_ptr,
+                    trace_ptr, ring, H, I, ACCUMULATE, TRACE,
                 )  # fmt: skip
         elif (kind == D_WEIGHT) | (kind == SHARED_D_WEIGHT):
             if ANY_WEIGHT:
@@ -874,17 +914,17 @@ def backward_hopper_kernel(
                         ready_group = group * 0 + SHARED
                 task, ticket, loaded, steps, late = product_task(
                     task, ticket, q, loaded, late, ready_group, taken, lanes, places, matrices, pointers, numbers, H, I, S, R, CLAMP,
-                    RECOMPUTE, CARRY, NEED_WEIGHTS, ANY_WEIGHT, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, WEIGHT, TRACE,
+                    RECOMPUTE, CARRY, ACCUMULATE, NEED_WEIGHTS, ANY_WEIGHT, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, WEIGHT, TRACE,
                 )  # fmt: skip
         elif (depth & 1) == 1:  # half a tile
             task, ticket, loaded, steps, late = product_task(
                 task, ticket, q, loaded, late, ready_group, taken, lanes, places, matrices, pointers, numbers, H, I, S, R, CLAMP, RECOMPUTE,
-                CARRY, NEED_WEIGHTS, ANY_WEIGHT, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, HALF, TRACE,
+                CARRY, ACCUMULATE, NEED_WEIGHTS, ANY_WEIGHT, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, HALF, TRACE,
             )  # fmt: skip
         else:
             task, ticket, loaded, steps, late = product_task(
                 task, ticket, q, loaded, late, ready_group, taken, lanes, places, matrices, pointers, numbers, H, I, S, R, CLAMP, RECOMPUTE,
-                CARRY, NEED_WEIGHTS, ANY_WEIGHT, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, WHOLE, TRACE,
+                CARRY, ACCUMULATE, NEED_WEIGHTS, ANY_WEIGHT, PARTS, GATE_UPS, HIDDENS, SHARED_HIDDENS, WHOLE, TRACE,
             )  # fmt: skip
         q += steps
         if TRACE:

@@ -222,11 +222,11 @@ OF_HOPPER = dict(block_m=128, block_n=256, block_k=64, slice=64, num_warps=8, pr
 LEAST = 256  # columns that every product there has more of
 
 
-def runs_ahead(plan: BackwardPlan, device: torch.device, sizes: Sequence[int], accumulate: bool, mxfp8: bool) -> bool:
-    """Whether a backward is the kernel of `backward_hopper.py`: a plan that allows it, on Hopper, bf16 experts whose gradients the copy
-    engine stores; sizes: H, I and, if there are shared experts, S."""
+def runs_ahead(plan: BackwardPlan, device: torch.device, sizes: Sequence[int], mxfp8: bool) -> bool:
+    """Whether a backward is the kernel of `backward_hopper.py`: a plan that allows it, on Hopper, bf16 experts of whole tiles; sizes: H, I
+    and, if there are shared experts, S."""
     fits = all(getattr(plan, name) == value for name, value in OF_HOPPER.items()) and plan.run in (0, 1)
-    fits = fits and not (accumulate or mxfp8) and all(size > LEAST and size % plan.block_m == 0 for size in sizes)
+    fits = fits and not mxfp8 and all(size > LEAST and size % plan.block_m == 0 for size in sizes)
     return plan.prefetch and fits and is_hopper(device)
 
 
@@ -287,7 +287,7 @@ def prepare(
     programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
     accumulate = main_grads is not None or shared_main_grads is not None
     sizes = (hidden, width, *[shared_width] * bool(shared))
-    ahead = runs_ahead(plan, workspace.device, sizes, accumulate, mxfp8)
+    ahead = runs_ahead(plan, workspace.device, sizes, mxfp8)
     plan = dataclasses.replace(plan, run=1) if ahead else plan.with_run(tokens * workspace.top_k, num_local)
     tasks = count_tasks(plan, needs, hidden, width, shared_width, tokens)
     ring, target, most = ring_and_groups(plan, tiles, tasks, programs)
@@ -387,7 +387,7 @@ def prepare(
     if ahead:
         kernel |= of_hopper(
             (d_y_ring, x_ring, d_gate_ring, d_up_ring, h_ring), (saved_gate, saved_up), to_experts,
-            (shared_d_y, x_TH, d_gate, d_up, h) if shared else None, (saved.shared_gate_TS, saved.shared_up_TS), to_shared,
+            (shared_d_y, x_TH, d_gate, d_up, h) if shared else None, (saved.shared_gate_TS, saved.shared_up_TS), to_shared, accumulate,
         )  # fmt: skip
         pair, gate_first = _pair(*(gate_up_again or (gate_LIH, up_LIH)), 128, 64) if recompute else (None, 1)
         kernel |= dict(half_x_desc=_planes((x_ring,), 64, 64) if recompute else None, gate_up_pair_desc=pair, gate_first=gate_first)
@@ -398,9 +398,10 @@ def prepare(
 
 def of_hopper(
     rings: Sequence[Tensor], saved: Sequence[Tensor], outs: Weights, of_shared: Sequence[Tensor] | None, shared_saved: Sequence[Tensor],
-    shared_outs: Weights,
+    shared_outs: Weights, accumulate: bool,
 ) -> dict[str, object]:  # fmt: skip
-    """Arguments of `backward_hopper.py` alone. rings, and of_shared likewise: dY, x, d_gate, d_up, w h."""
+    """Arguments of `backward_hopper.py` alone. rings, and of_shared likewise: dY, x, d_gate, d_up, w h. accumulate: outs are added to, and
+    not stored by the copy engine."""
     box = lambda *planes: _planes(planes, 64, 64)  # noqa: E731
     wide = lambda matrix: _planes((matrix,), 64, 256)  # noqa: E731
     made: dict[str, object] = {}
@@ -413,7 +414,8 @@ def of_hopper(
             d_y, x, d_gate, d_up, h = matrices
             descs = (box(d_y), box(d_gate, d_up), box(gate, up), wide(x), wide(h))
             made |= dict(zip(names, descs, strict=True))
-            made |= {name: _rows(out, 128, 128) for name, out in zip(stores, stored, strict=True)}
+            if not accumulate:
+                made |= {name: _rows(out, 128, 128) for name, out in zip(stores, stored, strict=True)}
     return made
 
 
