@@ -1,8 +1,8 @@
 """Run a Gluon kernel under Triton's interpreter, which knows none: layouts are left out, shared memory is an array, and what is
 asynchronous on the chip is so here.
 
-A load's bytes are in shared memory only once its barrier was waited for, and are read from global memory at any time between; a product
-reads its operands at any time until it is waited for; a store leaves shared memory, and reaches global memory, only when that is waited
+A load's bytes are in shared memory only once its barrier, or a thread's group of copies, was waited for, and are read from global memory at
+any time between; a product reads its operands at any time until it is waited for; a store leaves shared memory, and reaches global memory, only when that is waited
 for. Each access that the chip would not order is an error here: a stage overwritten that a product or a store still reads, operands that
 have not arrived, a barrier whose bytes or arrivals do not add up, a wait for a phase that nothing ends, a load that nobody waits for.
 Accesses of a program's threads to each other's data, and fences, are not watched.
@@ -133,10 +133,12 @@ class Chip:
         self.loads: list[SimpleNamespace] = []
         self.products: list[tuple[Shared, Shared]] = []
         self.stores: list[SimpleNamespace] = []
+        self.groups: list[list[SimpleNamespace]] = [[]]  # of copies by threads; the last one is not closed
 
     def expect_quiet(self, place: Shared, loads: bool = False, products: bool = False, stores: bool = False) -> None:
         if loads:
-            assert not any(load.to.meets(place) for load in self.loads), "a load to this place is under way"
+            copies = [copy for group in self.groups for copy in group]
+            assert not any(load.to.meets(place) for load in [*self.loads, *copies]), "a load to this place is under way"
         if products:
             assert not any(place.meets(operand) for pair in self.products for operand in pair), "a product still reads this place"
         if stores:
@@ -202,6 +204,26 @@ class Chip:
             store.desc.store(store.at, block(store.data, store.source.dtype))
         self.stores.clear()
 
+    # ---- copies by threads ----
+
+    def begin_copy(self, to: Shared, pointer: tl.tensor, mask: tl.tensor) -> None:
+        self.expect_quiet(to, loads=True, products=True, stores=True)
+        assert tuple(pointer.shape) == to.data.shape
+        copy = SimpleNamespace(to=to, read=lambda: tl.load(pointer, mask=mask, other=0).handle.data, data=None)
+        to.data[...] = GARBAGE[to.dtype]
+        if self.random.random() < 0.5:
+            copy.data = copy.read()
+        self.groups[-1].append(copy)
+
+    def commit_group(self) -> None:
+        self.groups.append([])
+
+    def wait_group(self, pending: Any) -> None:
+        """All but the last `pending` closed groups are there."""
+        while len(self.groups) > plain(pending) + 1:
+            for copy in self.groups.pop(0):
+                copy.to.data[...] = copy.read() if copy.data is None else copy.data
+
     # ---- products ----
 
     def multiply(self, a: Shared, b: Shared, total: tl.tensor, use_acc: Any = True, is_async: Any = False) -> tl.tensor:
@@ -218,7 +240,7 @@ class Chip:
         return deps[0]
 
     def at_end(self) -> None:
-        assert not self.loads, "a load that nobody waits for"
+        assert not self.loads and not any(self.groups), "a load that nobody waits for"
         assert not self.products and not self.stores
 
     def allocate(self, dtype: Any, shape: Any, layout: Any) -> Shared:
@@ -293,6 +315,7 @@ def interpreted(*modules: ModuleType, note: Callable[[str, tuple, Any], None] | 
             gl=Language(chip), fence_async_shared=lambda: None, finish_copy_engine_stores=chip.finish_stores,
             mbarrier=SimpleNamespace(init=chip.init, expect=chip.expect, wait=chip.wait, MBarrierLayout=lambda: None),
             tma=SimpleNamespace(store_wait=chip.store_wait), copy_in=chip.begin_load, copy_out=chip.begin_store,
+            gather_in=chip.begin_copy, async_copy=SimpleNamespace(commit_group=chip.commit_group, wait_group=chip.wait_group),
             reinterpret=Shared.reinterpret, columns_of=Shared.columns, thread_barrier=lambda: None,
             warpgroup_mma=chip.multiply, warpgroup_mma_wait=chip.multiply_wait, tl=tl,
         )  # fmt: skip

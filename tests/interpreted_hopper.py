@@ -5,7 +5,9 @@ Run alone: TRITON_INTERPRET=1 python tests/interpreted_hopper.py [case ...]
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from unittest import mock
 
 # isort: off
 from interpreted_cases import Problem, run_layer  # before triton: sets TRITON_INTERPRET
@@ -15,7 +17,7 @@ import torch
 from interpret import run_cases
 from interpret_gluon import Told, expect_found, interpreted
 
-from mok.kernels import forward_hopper
+from mok.kernels import forward_hopper, launch
 from mok.kernels.launch import ForwardPlan
 from mok.kernels.tasks import SHARED_DOWN, SHARED_UP, UP
 
@@ -45,14 +47,21 @@ def case_shared_bits():
         same_bits(Problem(6, 150, 264, 264, 2, 1, shared_width=280), ranks, programs, saved_rows)
 
 
-def same_bits(problem: Problem, ranks: int, programs: int, saved_rows: int | None) -> None:
+def case_gathered():
+    """Likewise where one rank pulls nothing: whole and half tiles, steps that are not full, masked slots, shared experts."""
+    same_bits(Problem(8, 330, 264, 320, 3, 2, masked=0.2), 1, 1, 100, gather=True)
+    same_bits(Problem(9, 150, 320, 264, 2, 1, shared_width=280), 1, 3, None, gather=True)
+
+
+def same_bits(problem: Problem, ranks: int, programs: int, saved_rows: int | None, gather: bool = False) -> None:
     width, hidden = problem.gate_EIH.shape[1:]
-    plan = ForwardPlan(num_sms=programs, minibatch_tiles=2, ring_tiles=4)
+    plan = ForwardPlan(num_sms=programs, minibatch_tiles=2, ring_tiles=4, gather=gather)
     clamp = 1.0 if saved_rows else None
     options = dict(plan=plan, saved_rows=saved_rows, clamp=clamp, shared_clamp=clamp, deadline_s=300.0)
     want, schedules, kept = run_layer(problem, ranks, **options)
     TOLD.take()
-    got, _, kept_too = run_layer(problem, ranks, **options, kernel=KERNEL, max_delay_s=0.01)
+    with mock.patch.object(launch, "is_hopper", lambda device: True):
+        got, _, kept_too = run_layer(problem, ranks, **options, kernel=KERNEL, max_delay_s=0.01)
     assert torch.equal(got, want), (got != want).nonzero()[0].tolist()
     for one, other in zip(kept_too, kept, strict=True):
         if saved_rows:
@@ -77,12 +86,15 @@ def same_bits(problem: Problem, ranks: int, programs: int, saved_rows: int | Non
 
 
 def case_faults():
-    """A ring with one stage too few and a store that nothing finishes are found."""
+    """A ring with one stage too few, a store that nothing finishes, and gathered rows that nobody waits for are found."""
     problem = Problem(4, 64, 264, 264, 1, 1)
     plan = ForwardPlan(num_sms=1, minibatch_tiles=2, ring_tiles=4)
     run_layer(problem, 1, plan, kernel=KERNEL)
     changes = (dict(AHEAD=4), dict(finish_copy_engine_stores=lambda token: None))
     expect_found(forward_hopper, changes, lambda: run_layer(problem, 1, plan, kernel=KERNEL))
+    with mock.patch.object(launch, "is_hopper", lambda device: True):
+        plan = dataclasses.replace(plan, gather=True)
+        expect_found(forward_hopper, [dict(gathers_are_in=lambda groups: None)], lambda: run_layer(problem, 1, plan, kernel=KERNEL))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -45,6 +46,7 @@ copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_globa
 _shared = gl.shared_memory_descriptor
 reinterpret = _shared.reinterpret if hasattr(_shared, "reinterpret") else _shared._reinterpret
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+gather_in = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 TILE = gl.constexpr(128)  # rows of a tile; rows of one matrix of a pair
 STEP = gl.constexpr(64)  # columns of a step
@@ -57,6 +59,7 @@ ROWS_IN_SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, eleme
 PAIR_IN_SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 PULLED = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 2], [1, 0]))
+GATHERED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # 16 bytes of a thread
 PUSHED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # 16 lanes: 256 bytes of a row
 WHOLE_SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, 256, 16]))
 HALF_SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 128, 16]))
@@ -102,28 +105,73 @@ def operands(
 
 
 @gluon.jit
-def begin_load(a_desc, b_desc, a_row, b_row, i, q, a_stages, b_stages, barriers, ROWS: gl.constexpr):
-    """Begin the load of a task's step i, of its tile's first ROWS rows, into the stage of step q."""
-    BYTES: gl.constexpr = 2 * (ROWS + 2 * TILE) * STEP
+def find_sources(peer_rank_ptr, peer_token_idx_ptr, tile, needed):
+    """The ranks and the slots of a tile's rows, -1 for padding, if needed; for `gathered`."""
+    rows = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, GATHERED))
+    source = gl.load(peer_rank_ptr + rows, mask=(rows >= 0) & needed, other=-1)
+    return source, gl.load(peer_token_idx_ptr + rows, mask=source >= 0, other=0)
+
+
+@gluon.jit
+def gathered(x_ptr, sources, H: gl.constexpr, K: gl.constexpr):
+    """Where this rank's rows of x begin from which a tile is gathered, and which of its rows are real."""
+    source, slot = sources
+    return x_ptr + (slot // K).to(gl.int64) * H, source >= 0
+
+
+@gluon.jit
+def begin_load(
+    a_desc, b_desc, a_row, b_row, x, gathers, i, q, a_stages, b_stages, barriers, H: gl.constexpr, GATHER: gl.constexpr,
+    ROWS: gl.constexpr,
+):  # fmt: skip
+    """Begin the load of a task's step i, of its tile's first ROWS rows, into the stage of step q. GATHER: that of A, if it gathers, by the
+    threads, each of whose steps is a group of such copies, an empty one if it does not."""
+    A_BYTES: gl.constexpr = 2 * ROWS * STEP
+    B_BYTES: gl.constexpr = 4 * TILE * STEP
     stage = q & (STAGES - 1)
     barrier = barriers.index(stage)
     a = a_stages.index(stage)
-    mbarrier.expect(barrier, BYTES)
-    copy_in(a_desc, [a_row, i * STEP], barrier, a.slice(0, TILE // 2))
-    if ROWS == TILE:
-        copy_in(a_desc, [a_row + TILE // 2, i * STEP], barrier, a.slice(TILE // 2, TILE // 2))
+    if GATHER:
+        if gathers:
+            rows, real = x
+            columns = i * STEP + gl.arange(0, STEP, gl.SliceLayout(0, GATHERED))
+            mask = real[:, None] & (columns < H)[None, :]
+            gather_in(a, rows[:, None] + columns[None, :], mask=mask)
+            mbarrier.expect(barrier, B_BYTES)
+        else:
+            mbarrier.expect(barrier, A_BYTES + B_BYTES)
+            copy_in(a_desc, [a_row, i * STEP], barrier, a.slice(0, TILE // 2))
+            if ROWS == TILE:
+                copy_in(a_desc, [a_row + TILE // 2, i * STEP], barrier, a.slice(TILE // 2, TILE // 2))
+        async_copy.commit_group()
+    else:
+        mbarrier.expect(barrier, A_BYTES + B_BYTES)
+        copy_in(a_desc, [a_row, i * STEP], barrier, a.slice(0, TILE // 2))
+        if ROWS == TILE:
+            copy_in(a_desc, [a_row + TILE // 2, i * STEP], barrier, a.slice(TILE // 2, TILE // 2))
     copy_in(b_desc, [0, b_row, i * STEP], barrier, b_stages.index(stage))
 
 
 @gluon.jit
-def multiply_step(total, q, a_stages, b_stages, barriers, ROWS: gl.constexpr, FIRST: gl.constexpr = False):
-    """Begin the product of step q, and wait for that of the step before it, whose stage every warp has then read. FIRST: of a task."""
+def gathers_are_in(GROUPS: gl.constexpr):
+    """All but so many groups of this thread's copies are in shared memory, where products will read them behind the next barrier."""
+    async_copy.wait_group(GROUPS)
+    fence_async_shared()
+
+
+@gluon.jit
+def multiply_step(total, q, a_stages, b_stages, barriers, GATHER: gl.constexpr, ROWS: gl.constexpr, FIRST: gl.constexpr = False):
+    """Begin the product of step q, and wait for that of the step before it, whose stage every warp has then read. FIRST: of a task.
+
+    GATHER: what was gathered for step q + 1 is there, too; loads up to step q + 2 have begun."""
     stage = q & (STAGES - 1)
     mbarrier.wait(barriers.index(stage), (q // STAGES) & 1)
     a = a_stages.index(stage).slice(0, ROWS)
     b = b_stages.index(stage).reshape([2 * TILE, STEP]).permute([1, 0])
     total = warpgroup_mma(a, b, total, use_acc=not FIRST, is_async=True)
     total = warpgroup_mma_wait(1, deps=[total])
+    if GATHER:
+        gathers_are_in(AHEAD - 2)
     thread_barrier()
     return total
 
@@ -307,14 +355,14 @@ def answer(
 
 @gluon.jit
 def expert_task(
-    kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks,
+    kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks, x_ptr,
     x_desc, h_desc, gate_up_desc, down_desc, store_h_desc, save_gate_desc, save_up_desc,
     half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc,
     store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc,
     a_stages, b_stages, staging, barriers, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
     x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
     ring, max_tiles, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
-    H: gl.constexpr, I: gl.constexpr, S: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, SHARED_CLAMP: gl.constexpr,
+    H: gl.constexpr, I: gl.constexpr, S: gl.constexpr, K: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, SHARED_CLAMP: gl.constexpr,
     SAVE: gl.constexpr, PARTS: gl.constexpr, UPS: gl.constexpr, DOWNS: gl.constexpr, SHARED_UPS: gl.constexpr, ROWS: gl.constexpr,
     TRACE: gl.constexpr,
 ):  # fmt: skip
@@ -327,13 +375,21 @@ def expert_task(
         kind, tile, part, expert, ring, x_desc, h_desc, gate_up_desc, down_desc,
         half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, H, I, S if SHARED else 0,
     )  # fmt: skip
+    GATHER: gl.constexpr = PARTS == 0
+    gathers = kind == UP
+    x = 0
+    if GATHER:
+        x = gathered(x_ptr, find_sources(peer_rank_ptr, peer_token_idx_ptr, tile, gathers), H, K)
     if loaded == 0:
         for i in gl.static_range(AHEAD):
-            begin_load(a_desc, b_desc, a_row, b_row, i, q + i, a_stages, b_stages, barriers, ROWS)
+            begin_load(a_desc, b_desc, a_row, b_row, x, gathers, i, q + i, a_stages, b_stages, barriers, H, GATHER, ROWS)
+        if GATHER:
+            gathers_are_in(AHEAD - 1)
+            thread_barrier()
     total = gl.zeros([ROWS, 2 * TILE], gl.float32, SUMS)
     for i in gl.static_range(EARLY):
-        total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS, i == 0)
-        begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
+        total = multiply_step(total, q + i, a_stages, b_stages, barriers, GATHER, ROWS, i == 0)
+        begin_load(a_desc, b_desc, a_row, b_row, x, gathers, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, H, GATHER, ROWS)
     finish_copy_engine_stores(tile)
     if unannounced >= 0:
         announce(h_ready_ptr + unannounced)
@@ -342,38 +398,52 @@ def expert_task(
     turn = gl.maximum(last - 2, EARLY)
     # The next task is looked up in three moves, each of which has a few steps' time until the following one looks at what it fetched.
     for i in range(EARLY, look):
-        total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
-        begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
+        total = multiply_step(total, q + i, a_stages, b_stages, barriers, GATHER, ROWS)
+        begin_load(a_desc, b_desc, a_row, b_row, x, gathers, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, H, GATHER, ROWS)
     following = find(tasks_ptr, taken, num_tasks, lanes)
     for i in range(look, turn):
-        total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
-        begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
+        total = multiply_step(total, q + i, a_stages, b_stages, barriers, GATHER, ROWS)
+        begin_load(a_desc, b_desc, a_row, b_row, x, gathers, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, H, GATHER, ROWS)
     task = of_lane_0(following)
     next_kind, next_tile, next_part, next_expert, next_half = unpack(task)
     found, found_free = ask(
         next_kind, next_tile, ring, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, lanes, PARTS, UPS, DOWNS, SHARED_UPS
     )
+    next_gathers = next_kind == UP
+    if GATHER:
+        next_sources = find_sources(peer_rank_ptr, peer_token_idx_ptr, next_tile, next_gathers)
     for i in range(turn, last):
-        total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
-        begin_load(a_desc, b_desc, a_row, b_row, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, ROWS)
+        total = multiply_step(total, q + i, a_stages, b_stages, barriers, GATHER, ROWS)
+        begin_load(a_desc, b_desc, a_row, b_row, x, gathers, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, H, GATHER, ROWS)
     load_next = answer(found, found_free, next_kind, next_tile, ring, h_ready_ptr, PARTS, UPS, DOWNS, SHARED_UPS)
     order_copy_engine(next_tile)
     next_a_desc, next_b_desc, next_a_row, next_b_row, _ = operands(
         next_kind, next_tile, next_part, next_expert, ring, x_desc, h_desc, gate_up_desc, down_desc,
         half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, H, I, S,
     )  # fmt: skip
+    next_x = 0
+    if GATHER:
+        next_x = gathered(x_ptr, next_sources, H, K)
     slots, source = find_slots(peer_rank_ptr, peer_token_idx_ptr, combine_ptr, combine_ptrs, row, kind == DOWN, H, R, ROWS)
     if SHARED:
         if kind == SHARED_DOWN:
             slots, source = find_outputs(shared_out_ptr, row, tokens, H, ROWS)
     for i in range(last, steps):
-        total = multiply_step(total, q + i, a_stages, b_stages, barriers, ROWS)
+        total = multiply_step(total, q + i, a_stages, b_stages, barriers, GATHER, ROWS)
         if load_next:
             to = q + i + AHEAD
             if next_half == 0:
-                begin_load(next_a_desc, next_b_desc, next_a_row, next_b_row, i - last, to, a_stages, b_stages, barriers, TILE)
+                begin_load(
+                    next_a_desc, next_b_desc, next_a_row, next_b_row, next_x, next_gathers, i - last, to, a_stages, b_stages, barriers,
+                    H, GATHER, TILE,
+                )  # fmt: skip
             else:
-                begin_load(next_a_desc, next_b_desc, next_a_row, next_b_row, i - last, to, a_stages, b_stages, barriers, TILE // 2)
+                begin_load(
+                    next_a_desc, next_b_desc, next_a_row, next_b_row, next_x, next_gathers, i - last, to, a_stages, b_stages, barriers,
+                    H, GATHER, TILE // 2,
+                )  # fmt: skip
+        elif GATHER:
+            async_copy.commit_group()  # so that the last steps, too, are followed by two groups
     total = warpgroup_mma_wait(0, deps=[total])
     if TRACE:
         note(trace_ptr, ticket, COMPUTED)
@@ -424,7 +494,8 @@ def forward_hopper_kernel(
     H: gl.constexpr, I: gl.constexpr, S: gl.constexpr, K: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, SHARED_CLAMP: gl.constexpr,
     SAVE: gl.constexpr, PARTS: gl.constexpr, BLOCK_H: gl.constexpr, TRACE: gl.constexpr,
 ):  # fmt: skip
-    """`forward.forward_kernel` without MXFP8; H, I and, if not 0, S of at least AHEAD + EARLY steps."""
+    """`forward.forward_kernel` without MXFP8; H, I and, if not 0, S of at least AHEAD + EARLY steps. PARTS of 0, for one rank: nothing is
+    pulled, up tasks gather."""
     UPS: gl.constexpr = (I + TILE - 1) // TILE
     DOWNS: gl.constexpr = (H + 2 * TILE - 1) // (2 * TILE)
     SHARED_UPS: gl.constexpr = (S + TILE - 1) // TILE
@@ -469,36 +540,37 @@ def forward_hopper_kernel(
         steps = q * 0
         if ok:
             if kind == PULL:
-                ROWS: gl.constexpr = TILE // PARTS
-                pull_rows(
-                    ((x_ptr, x_ptrs, ring_ptr),), peer_rank_ptr, peer_token_idx_ptr, tile * TILE + part * ROWS,
-                    (tile % ring) * TILE + part * ROWS, 1, H, K, R, ROWS, BLOCK_H,
-                )  # fmt: skip
-                following = find(tasks_ptr, taken, num_tasks, lanes)
-                finish_copy_engine_stores(tile)
-                announce(x_ready_ptr + tile)
-                task = of_lane_0(following)
+                if PARTS > 0:
+                    ROWS: gl.constexpr = TILE // PARTS
+                    pull_rows(
+                        ((x_ptr, x_ptrs, ring_ptr),), peer_rank_ptr, peer_token_idx_ptr, tile * TILE + part * ROWS,
+                        (tile % ring) * TILE + part * ROWS, 1, H, K, R, ROWS, BLOCK_H,
+                    )  # fmt: skip
+                    following = find(tasks_ptr, taken, num_tasks, lanes)
+                    finish_copy_engine_stores(tile)
+                    announce(x_ready_ptr + tile)
+                    task = of_lane_0(following)
             elif half != 0:
                 task, loaded, unannounced, steps = expert_task(
-                    kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks,
+                    kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks, x_ptr,
                     half_x_desc, half_h_desc, gate_up_desc, down_desc, store_half_h_desc, save_half_gate_desc, save_half_up_desc,
                     half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc,
                     store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc,
                     a_stages, b_stages, staging, barriers, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
                     x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
                     ring, max_tiles, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
-                    H, I, S, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, UPS, DOWNS, SHARED_UPS, TILE // 2, TRACE,
+                    H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, UPS, DOWNS, SHARED_UPS, TILE // 2, TRACE,
                 )  # fmt: skip
             else:
                 task, loaded, unannounced, steps = expert_task(
-                    kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks,
+                    kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks, x_ptr,
                     half_x_desc, half_h_desc, gate_up_desc, down_desc, store_h_desc, save_gate_desc, save_up_desc,
                     half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc,
                     store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc,
                     a_stages, b_stages, staging, barriers, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
                     x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
                     ring, max_tiles, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
-                    H, I, S, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, UPS, DOWNS, SHARED_UPS, TILE, TRACE,
+                    H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, UPS, DOWNS, SHARED_UPS, TILE, TRACE,
                 )  # fmt: skip
         q += steps
         if TRACE:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,7 @@ class ForwardPlan:
         again, or half as large, to begin and end with experts.
     parts: pull tasks per tile.
     half_tiles: multiply only the first half of a tile whose other half is padding.
+    gather: one rank's up tasks read the rows of x where they are, and nothing is pulled, in the kernel that has `prefetch`.
     prefetch: begin a task's loads while the one before it ends, where there is a kernel that does (`runs_ahead`): in bf16, on Hopper.
     trace: write timestamps of every task.
     """
@@ -59,6 +61,7 @@ class ForwardPlan:
     num_stages: int = 4
     programs_per_sm: int = 1
     half_tiles: bool = True
+    gather: bool = False
     prefetch: bool = True
     trace: bool = False
 
@@ -281,17 +284,17 @@ OF_HOPPER = dict(block_m=128, block_n=128, block_k=64, num_warps=8, programs_per
 MORE_THAN = 256  # columns: no product of fewer
 
 
-def runs_ahead(plan: ForwardPlan, device: torch.device, args: dict[str, Any]) -> bool:
-    """Whether a forward is the kernel whose loads run on over tasks: a plan that allows it, on Hopper, and every product long enough."""
-    fits = all(getattr(plan, name) == value for name, value in OF_HOPPER.items()) and not args["MXFP8"]
-    depths = [args["H"], args["I"], *([args["S"]] if args["S"] else [])]
-    return plan.prefetch and fits and min(depths) > MORE_THAN and is_hopper(device)
+def runs_ahead(plan: ForwardPlan, device: torch.device, sizes: Sequence[int], mxfp8: bool) -> bool:
+    """Whether a forward is the kernel whose loads run on over tasks: a plan that allows it, on Hopper, and every product long enough;
+    sizes: H, I, and S or 0."""
+    fits = all(getattr(plan, name) == value for name, value in OF_HOPPER.items()) and not mxfp8
+    return plan.prefetch and fits and min(size for size in sizes if size) > MORE_THAN and is_hopper(device)
 
 
 def run_kernel(args: dict[str, Any], plan: ForwardPlan, workspace: Workspace) -> None:
     """The forward kernel, in the form for this plan and device."""
     programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
-    if runs_ahead(plan, workspace.device, args):
+    if runs_ahead(plan, workspace.device, (args["H"], args["I"], args["S"]), args["MXFP8"]):
         from mok.kernels import forward_hopper
 
         forward_hopper.launch(args, programs)
@@ -348,7 +351,9 @@ def kernel_arguments(
     programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
     shared_width = shared[0].shape[0] if shared else 0
     bf16 = torch.bfloat16
-    x_ring = workspace.take("x_ring", (ring * m, hidden), bf16)
+    gathers = plan.gather and memory.size == 1 and runs_ahead(plan, workspace.device, (hidden, width, shared_width), mxfp8)
+    parts = 0 if gathers else plan.parts
+    x_ring = x_TH if gathers else workspace.take("x_ring", (ring * m, hidden), bf16)
     h_ring = workspace.take("h_ring", (ring * m, width), bf16)
     shared_h = workspace.take("shared_h", (tokens, shared_width), bf16) if shared_width else h_ring
     shared_out = shared_out_TH
@@ -371,7 +376,7 @@ def kernel_arguments(
     shared_tiles = triton.cdiv(tokens, m) if shared_width else 0
     signals = workspace.take("signals", (32 + 3 * tiles + shared_tiles,), torch.int32)
     ups, downs, shared_ups = triton.cdiv(width, n), triton.cdiv(hidden, 2 * n), triton.cdiv(shared_width, n)
-    most = max_tickets(tiles, shared_tiles, plan.parts, ups, downs, shared_ups)
+    most = max_tickets(tiles, shared_tiles, parts, ups, downs, shared_ups)
     tasks = workspace.take("tasks", (2 + most,), torch.int64)
     x = ("x_e4m3", "x_scale") if mxfp8 else ("x", "x")
     args: dict[str, object] = dict(
@@ -392,7 +397,7 @@ def kernel_arguments(
         trace_ptr=trace_record(workspace, most + 1, programs) if plan.trace else tasks,
         limit=float(clamp or 0.0), shared_limit=float(shared_clamp or 0.0), wait_limit=workspace.limit,
         rank=memory.rank, H=hidden, I=width, S=shared_width, K=workspace.top_k, R=memory.size,
-        CLAMP=clamp is not None, SHARED_CLAMP=shared_clamp is not None, SAVE=save, PARTS=plan.parts,
+        CLAMP=clamp is not None, SHARED_CLAMP=shared_clamp is not None, SAVE=save, PARTS=parts,
         BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, BLOCK_H=max(min(plan.block_h, triton.next_power_of_2(hidden)), 32),
         THREADS=32 * plan.num_warps, MXFP8=mxfp8, TRACE=plan.trace,
     )  # fmt: skip

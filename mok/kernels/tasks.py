@@ -73,6 +73,7 @@ def decode(
 
     The block works on the tiles from `start` on (up), `start_before` (down) and `start_after` (pull).
     """
+    PER_TILE: tl.constexpr = PARTS if PARTS > 0 else 1
     head = tl.where(block == 0, tiles * PARTS, 0)  # pulls of minibatch 0
     shared_up = tl.where(block == 0, shared_tiles * SHARED_UPS, 0)
     some = tl.maximum(shared_tiles, 1)
@@ -91,11 +92,11 @@ def decode(
     down = up - tiles * UPS
     down_tile = start_before + down % tl.maximum(downs, 1)
     kind = tl.where(is_pull, PULL, tl.where(is_up, UP, tl.where(block == 0, SHARED_DOWN, DOWN)))
-    tile = tl.where(is_pull, start_after + pull // PARTS, tl.where(is_up, start + up % tl.maximum(tiles, 1), down_tile))
-    part = tl.where(is_pull, pull % PARTS, tl.where(is_up, up // tl.maximum(tiles, 1), down // tl.maximum(downs, 1)))
+    tile = tl.where(is_pull, start_after + pull // PER_TILE, tl.where(is_up, start + up % tl.maximum(tiles, 1), down_tile))
+    part = tl.where(is_pull, pull % PER_TILE, tl.where(is_up, up // tl.maximum(tiles, 1), down // tl.maximum(downs, 1)))
 
-    head_tile = tl.where(is_head, (shared + head) // PARTS, shared % some)
-    head_part = tl.where(is_head, (shared + head) % PARTS, shared // some)
+    head_tile = tl.where(is_head, (shared + head) // PER_TILE, shared % some)
+    head_part = tl.where(is_head, (shared + head) % PER_TILE, shared // some)
     early = is_head | in_shared
     return (
         tl.where(is_head, PULL, tl.where(in_shared, SHARED_UP, kind)), tl.where(early, head_tile, tile), tl.where(early, head_part, part)
