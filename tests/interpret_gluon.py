@@ -2,10 +2,10 @@
 asynchronous on the chip is so here.
 
 A load's bytes are in shared memory only once its barrier, or a thread's group of copies, was waited for, and are read from global memory at
-any time between; a product reads its operands at any time until it is waited for; a store leaves shared memory, and reaches global memory, only when that is waited
-for. Each access that the chip would not order is an error here: a stage overwritten that a product or a store still reads, operands that
-have not arrived, a barrier whose bytes or arrivals do not add up, a wait for a phase that nothing ends, a load that nobody waits for.
-Accesses of a program's threads to each other's data, and fences, are not watched.
+any time between; a product reads its operands at any time until it is waited for; a store leaves shared memory, and reaches global memory,
+only when that is waited for. Each access that the chip would not order is an error here: a stage overwritten that a product or a store
+still reads, operands that have not arrived, a barrier whose bytes or arrivals do not add up, a wait for a phase that nothing ends, a load
+that nobody waits for. Accesses of a program's threads to each other's data, and fences, are not watched.
 """
 
 from __future__ import annotations
