@@ -15,6 +15,7 @@ sys.path.insert(0, os.path.dirname(__file__))
 
 from dataclasses import replace
 
+from checks import both_kernels, hopper_launches, nothing_waits
 from virtual import DEVICE, Problem, poison, poison_workspace
 from virtual_backward import Group, assert_near, expected, make_d_y, many_rows
 
@@ -57,22 +58,24 @@ def test_every_gradient_near_fp64_and_equal_for_every_number_of_ranks(name):
 
 def test_a_hundred_runs_have_the_same_bits():
     problem, d_y = many_rows()
-    group = Group(problem, d_y, 1)
-    first = group.run()
-    assert_near(first, expected(problem, d_y))
-    for repeat in range(100):
-        equal(group.run(), first, repeat)
+    with hopper_launches(100, 100):
+        group = Group(problem, d_y, 1)
+        first = group.run()
+        assert_near(first, expected(problem, d_y))
+        for repeat in range(100):
+            equal(group.run(), first, repeat)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_bits_do_not_depend_on_time(ranks):
     problem, d_y = many_rows()
-    first = Group(problem, d_y, 1).run()
-    first = {n: v for n, v in first.items() if not n.startswith("shared")}
-    group = Group(problem, d_y, ranks, SMALL, saved_rows=2000)
-    for repeat in range(100):
-        got = group.run(delay=True)
-        equal({n: got[n] for n in first}, first, repeat)
+    with hopper_launches(100 * ranks, 100 * ranks):
+        first = Group(problem, d_y, 1).run()
+        first = {n: v for n, v in first.items() if not n.startswith("shared")}
+        group = Group(problem, d_y, ranks, SMALL, saved_rows=2000)
+        for repeat in range(100):
+            got = group.run(delay=True)
+            equal({n: got[n] for n in first}, first, repeat)
 
 
 KNOBS = [
@@ -106,17 +109,19 @@ TUNINGS = [
 ]
 
 
-def test_every_tuning():
+@pytest.mark.parametrize("ahead, sizes", [(False, (1500, 512, 256, 12, 4)), (True, (3000, 384, 384, 12, 2))], ids=["ordinary", "hopper"])
+def test_every_tuning(ahead, sizes):
     """One problem through `mok.moe` with every combination of knobs: near fp64 once, then the same bits."""
-    problem = Problem(1500, 512, 256, 12, 4, masked=0.05)
+    problem = Problem(*sizes, masked=0.05)
     d_y = make_d_y(problem)
     names, first = ("d_x", "d_weights", "gate", "up", "down"), None
     for tuning in TUNINGS:
         leaves = [t.clone().requires_grad_() for t in (problem.x_TH, problem.weights_TK, problem.gate, problem.up, problem.down)]
         poison()
-        out = mok.moe(leaves[0], problem.ids_TK, *leaves[1:], tuning=tuning)
-        poison()
-        out.backward(d_y)
+        with hopper_launches(int(ahead), int(ahead)):
+            out = mok.moe(leaves[0], problem.ids_TK, *leaves[1:], tuning=tuning)
+            poison()
+            out.backward(d_y)
         got = {"out": out.detach(), **dict(zip(names, (leaf.grad for leaf in leaves), strict=True))}
         if first is None:
             first = got
@@ -135,9 +140,10 @@ def test_a_token_does_not_depend_on_the_others():
         assert torch.equal(got[name], whole[name][some]), name
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_extremes(ranks):
-    problem = Problem(900, 512, 256, 8, 2, clamp=1.0, shared_width=256, shared_clamp=0.5)
+@pytest.mark.parametrize(("ranks", "ahead"), [(1, False), (2, False), (4, False), (1, True), (2, True)])
+def test_extremes(ranks, ahead):
+    hidden, width = (384, 384) if ahead else (512, 256)
+    problem = Problem(900, hidden, width, 8, 2, clamp=1.0, shared_width=width, shared_clamp=0.5)
     # Small integers and sixty-fourths: gate and up are exact in any order, so that nobody is clipped on one side only.
     problem.x_TH = torch.randint(-3, 4, problem.x_TH.shape, device=DEVICE).bfloat16()
     problem.gate, problem.up = (torch.randint(-3, 4, problem.gate.shape, device=DEVICE).bfloat16() / 64 for _ in range(2))
@@ -146,7 +152,8 @@ def test_extremes(ranks):
     for ids in (-1, 0, 7, None):
         problem.ids_TK = torch.randint(-1, 8, (900, 2), device=DEVICE) if ids is None else torch.full((900, 2), ids, device=DEVICE)
         problem.weights_TK = torch.randn(900, 2, device=DEVICE)
-        got = Group(problem, d_y, ranks, SMALL).run()
+        with hopper_launches(ranks * ahead, ranks * ahead):
+            got = Group(problem, d_y, ranks, SMALL).run()
         assert_near(got, expected(problem, d_y))
         if ids == 0:
             assert not got["gate"][1:].any() and not got["down"][1:].any()
@@ -179,25 +186,30 @@ def test_sums_into_fp32_accumulators():
     assert (mains["gate"][4] == 7).all() and (mains["down"][4] == 7).all()
 
 
+def of_size(ahead: bool) -> Problem:
+    """At sizes of other tests' kernels, `many_rows`' among them."""
+    width, shared_width = (768, 512) if ahead else (512, 256)
+    return Problem(1500, 1024, width, 8, 4, shared_width=shared_width)
+
+
+@both_kernels
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_forward_and_backward_wait_for_nothing(ranks):
-    problem = Problem(1500, 1024, 512, 8, 4, shared_width=256)
+def test_forward_and_backward_wait_for_nothing(ranks, ahead):
+    problem = of_size(ahead)
     group = Group(problem, make_d_y(problem), ranks, saved_rows=0)
     group.run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with hopper_launches(ranks * ahead, ranks * ahead), nothing_waits():
         for rank, stream in enumerate(group.streams):
             with torch.cuda.stream(stream):
                 group.one_rank(rank)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     for workspace in group.workspaces:
         workspace.check()
 
 
-def test_capture_and_replay_with_changing_routes():
-    problem = Problem(1500, 1024, 512, 8, 4, shared_width=256)
+@both_kernels
+def test_capture_and_replay_with_changing_routes(ahead):
+    problem = of_size(ahead)
     d_y = make_d_y(problem)
     group = Group(problem, d_y, 1, saved_rows=0)
     routes = [problem.ids_TK.clone(), torch.zeros_like(problem.ids_TK) + 3, torch.zeros_like(problem.ids_TK) - 1, problem.ids_TK.clone()]
@@ -206,7 +218,7 @@ def test_capture_and_replay_with_changing_routes():
     with torch.cuda.stream(stream):
         group.one_rank(0)
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
+        with hopper_launches(int(ahead), int(ahead)), torch.cuda.graph(graph, stream=stream):
             out = group.one_rank(0)
     for route in routes:
         problem.ids_TK = route

@@ -13,6 +13,7 @@ import sys
 
 sys.path.insert(0, os.path.dirname(__file__))
 
+from checks import both_kernels, hopper_launches, nothing_waits
 from virtual import DEVICE, Group, Problem, assert_close, poison_workspace
 
 from mok import schedule as host_schedule
@@ -74,11 +75,12 @@ def many_rows() -> Problem:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_bits_do_not_depend_on_time(ranks):
     problem = many_rows()
-    first = Group(problem, 1).run()
-    assert_close(first, problem.expected())
-    group = Group(problem, ranks, SMALL)
-    for repeat in range(100):
-        assert torch.equal(group.run(delay=True), first), repeat
+    with hopper_launches(100 * ranks):
+        first = Group(problem, 1).run()
+        assert_close(first, problem.expected())
+        group = Group(problem, ranks, SMALL)
+        for repeat in range(100):
+            assert torch.equal(group.run(delay=True), first), repeat
 
 
 PLANS = [
@@ -103,16 +105,18 @@ def test_a_token_does_not_depend_on_the_others():
     assert torch.equal(Group(problem, 1).run(), whole[100:350])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_extremes(ranks):
-    problem = Problem(900, 512, 256, 8, 2, clamp=1.0, shared_width=256, shared_clamp=0.5)
+@pytest.mark.parametrize(("ranks", "ahead"), [(1, False), (2, False), (4, False), (1, True), (2, True)])
+def test_extremes(ranks, ahead):
+    hidden, width = (384, 384) if ahead else (512, 256)
+    problem = Problem(900, hidden, width, 8, 2, clamp=1.0, shared_width=width, shared_clamp=0.5)
     for ids in (-1, 0, 7, None):
         if ids is None:
             problem.ids_TK = torch.randint(-1, 8, (900, 2), device=DEVICE)
         else:
             problem.ids_TK = torch.full((900, 2), ids, device=DEVICE)
         problem.weights_TK = torch.randn(900, 2, device=DEVICE)
-        assert_close(Group(problem, ranks).run(), problem.expected())
+        with hopper_launches(ranks * ahead):
+            assert_close(Group(problem, ranks).run(), problem.expected())
 
 
 def test_no_tokens():
@@ -138,25 +142,29 @@ def test_gate_and_up_of_the_first_rows_are_saved():
     assert torch.allclose(saved.shared_up_TS.float(), problem.x_TH.float() @ problem.shared[1].float().T, atol=2e-2, rtol=1e-2)
 
 
+def of_size(ahead: bool) -> Problem:
+    """At sizes of other tests' kernels, `many_rows`' among them."""
+    width, shared_width = (768, 512) if ahead else (512, 256)
+    return Problem(1500, 1024, width, 8, 4, shared_width=shared_width)
+
+
+@both_kernels
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_schedule_and_forward_wait_for_nothing(ranks):
-    problem = Problem(1500, 1024, 512, 8, 4, shared_width=256)
-    group = Group(problem, ranks)
+def test_schedule_and_forward_wait_for_nothing(ranks, ahead):
+    group = Group(of_size(ahead), ranks)
     group.run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with hopper_launches(ranks * ahead), nothing_waits():
         for rank, stream in enumerate(group.streams):
             with torch.cuda.stream(stream):
                 group.one_rank(rank)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     for workspace in group.workspaces:
         workspace.check()
 
 
-def test_graph_replay_with_changing_routes():
-    problem = Problem(1500, 1024, 512, 8, 4, shared_width=256)
+@both_kernels
+def test_graph_replay_with_changing_routes(ahead):
+    problem = of_size(ahead)
     group = Group(problem, 1)
     routes = [problem.ids_TK.clone(), torch.zeros_like(problem.ids_TK) + 3, torch.zeros_like(problem.ids_TK) - 1, problem.ids_TK.clone()]
     _, ids, _ = group.inputs[0]
@@ -165,7 +173,7 @@ def test_graph_replay_with_changing_routes():
     with torch.cuda.stream(stream):
         group.one_rank(0)
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
+        with hopper_launches(int(ahead)), torch.cuda.graph(graph, stream=stream):
             out = group.one_rank(0)[0]
     for route in routes:
         problem.ids_TK = route

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import glob
 import os
 import re
@@ -16,8 +17,10 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
+from mok.kernels.launch import is_hopper
+
 SCRIPT = Path(__file__).parent / "sanitize.py"
-LIMIT_S = 180
+LIMIT_S = 270
 TOOL = shutil.which("compute-sanitizer") or next(iter(sorted(glob.glob("/usr/local/cuda*/bin/compute-sanitizer"))), None)
 
 
@@ -28,10 +31,13 @@ def run(line: list[str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.skipif(TOOL is None, reason="needs compute-sanitizer")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_no_errors(precision, tool, tmp_path):
+@pytest.mark.parametrize("kernels", ["hopper", "bf16", "fp8"])
+def test_no_errors(kernels, tool, tmp_path):
     """memcheck must find nothing. Of racecheck errors count; it also warns of accesses that only the copy engine's barriers order."""
-    program = [sys.executable, str(SCRIPT), precision, str(tmp_path / "results.pt")]
+    if kernels == "hopper" and not is_hopper(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU")
+    faulthandler.dump_traceback_later(2 * LIMIT_S + 30, exit=True)  # the limits here are longer than the usual watchdog's
+    program = [sys.executable, str(SCRIPT), kernels, str(tmp_path / "results.pt")]
     plain = run(program)
     assert plain.returncode == 0 and plain.stdout.endswith("near fp64\n"), plain.stdout + plain.stderr
     options = ["--error-exitcode", "9", "--report-api-errors", "no"] if tool == "memcheck" else []
