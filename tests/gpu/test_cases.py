@@ -1,6 +1,7 @@
 """Kinds of faults that users of such layers reported, each as a small case on a GPU: alone, as virtual ranks, and between processes.
 
-Values are exact where they can be (tests/dense.py), and then equal to the dense loop bit for bit.
+Values are exact where they can be (tests/dense.py), and then equal to the dense loop bit for bit. `ahead` says at which of two sizes: of
+the ordinary kernels, or of those that Hopper has of its own, whose launches are then counted (checks.py).
 
     A  ranks that receive or send nothing, idle experts, empty groups, counts that fill no tile, all to one pair: CASES
        no route at all, compiled too: CASES, test_compiled_for_any_number_of_tokens
@@ -54,10 +55,12 @@ from cases import (
     CASES,
     EXPERTS,
     HIDDEN,
+    SIZES,
     TUNING,
     WIDTH,
     batch_of,
     build,
+    launches,
     on_device,
     ordinary,
     poison,
@@ -65,6 +68,7 @@ from cases import (
     run_steps,
     step_of_layer,
 )
+from checks import both_kernels, hopper_launches
 from dense import Plan, assert_steps, dense, exact, random_ids
 from layers import NAMES, Batch, assert_close, assert_equal
 from processes import run_processes
@@ -86,25 +90,31 @@ needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs
 # ---- batches and the dense loop ----
 
 
+@both_kernels
 @pytest.mark.parametrize("name", CASES)
-def test_alone(name):
-    plan = CASES[name](1)
-    assert_steps([run_steps(None, plan)], plan)
+def test_alone(name, ahead):
+    plan = CASES[name](1, **SIZES[ahead])
+    assert_steps([run_steps(None, plan, ahead)], plan)
 
 
-def virtual_step(batch: Batch, ranks: int, cuts: list[int] | None = None) -> dict[str, torch.Tensor]:
+def virtual_step(batch: Batch, ranks: int, cuts: list[int] | None = None, ahead: bool = False) -> dict[str, torch.Tensor]:
     """Output and gradients of a global batch on virtual ranks that sleep for random times, on the CPU."""
     plans = dict(plan=BackwardPlan(ring_tiles=2), forward_plan=ForwardPlan(minibatch_tiles=1, ring_tiles=2), saved_rows=128)
-    got = Group(Problem.of(batch), batch.d_out.to(DEVICE), ranks, cuts=cuts, **plans).run(delay=True)
+    with launches(ahead):
+        got = Group(Problem.of(batch), batch.d_out.to(DEVICE), ranks, cuts=cuts, **plans).run(delay=True)
     return {f"d_{name}" if name in MATRICES else name: value.cpu() for name, value in got.items()}
 
 
+RANKS = [(2, False), (3, False), (4, False), (2, True)]
+"""Numbers of ranks, and whether sizes are those of the kernels for Hopper."""
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if name != "receives_nothing_and_wants_no_d_x"])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_virtual_ranks(ranks, name):
-    plan = CASES[name](ranks)
+@pytest.mark.parametrize(("ranks", "ahead"), RANKS)
+def test_virtual_ranks(ranks, ahead, name):
+    plan = CASES[name](ranks, **SIZES[ahead])
     for i, batch in enumerate(plan.batches):
-        assert_equal(virtual_step(batch, ranks, plan.cuts[i] if plan.cuts else None), dense(batch))
+        assert_equal(virtual_step(batch, ranks, plan.cuts[i] if plan.cuts else None, ahead), dense(batch))
 
 
 def test_six_virtual_ranks_of_which_one_has_no_expert():
@@ -112,27 +122,27 @@ def test_six_virtual_ranks_of_which_one_has_no_expert():
     assert_equal(virtual_step(batch, 6), dense(batch))
 
 
-def steps_of_every_case(group) -> dict[str, list[dict[str, torch.Tensor | None]]]:
+def steps_of_every_case(group, ahead: bool) -> dict[str, list[dict[str, torch.Tensor | None]]]:
     """The results of every case, after a second time with the same bits; ranks that send nothing ten times."""
     results = {}
     for name, case in CASES.items():
-        plan = case(ranks_of(group)[1])
-        first = run_steps(group, plan)
+        plan = case(ranks_of(group)[1], **SIZES[ahead])
+        first = run_steps(group, plan, ahead)
         for _ in range(9 if name == "send_nothing" else 1):
-            for one, other in zip(first, run_steps(group, plan), strict=True):
+            for one, other in zip(first, run_steps(group, plan, ahead), strict=True):
                 assert one.keys() == other.keys()
                 assert_equal(other, {key: t for key, t in one.items() if t is not None})
         results[name] = first
     return results
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_processes(ranks):
-    parts = run_processes(steps_of_every_case, ranks)
+@pytest.mark.parametrize(("ranks", "ahead"), RANKS)
+def test_processes(ranks, ahead):
+    parts = run_processes(steps_of_every_case, ranks, ahead)
     wrong = []
     for name, case in CASES.items():
         try:
-            assert_steps([part[name] for part in parts], case(ranks))
+            assert_steps([part[name] for part in parts], case(ranks, **SIZES[ahead]))
         except AssertionError as error:
             wrong.append(f"{name}: {error}")
     assert not wrong, "\n".join(wrong)
@@ -141,8 +151,9 @@ def test_processes(ranks):
 # ---- ids and router weights ----
 
 
-def test_an_expert_chosen_twice_is_one_with_the_sum_of_weights():
-    twice, once, _ = run_steps(None, CASES["one_expert_twice"](1))
+@both_kernels
+def test_an_expert_chosen_twice_is_one_with_the_sum_of_weights(ahead):
+    twice, once, _ = run_steps(None, CASES["one_expert_twice"](1, **SIZES[ahead]), ahead)
     assert_equal(twice, once, ("out",))
     assert torch.equal(twice["d_weights"], once["d_weights"][:, :1].expand(-1, 2))
 
@@ -162,10 +173,10 @@ def test_a_wrong_id_is_told_by_this_call_or_the_next(wrong, said):
         assert_steps([run_steps(None, Plan([batch]))], Plan([batch]))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_gradient_of_a_router_weight_is_a_dot_product_for_every_weight(ranks):
+@pytest.mark.parametrize(("ranks", "ahead"), [(1, False), (2, False), (4, False), (1, True), (2, True)])
+def test_the_gradient_of_a_router_weight_is_a_dot_product_for_every_weight(ranks, ahead):
     choices = torch.tensor([0.0, -0.5, 1e-8, 0.7])
-    batch = Batch.random(tokens=300, hidden=HIDDEN, width=WIDTH, experts=EXPERTS, top_k=2, dtype=torch.bfloat16, masked=False)
+    batch = Batch.random(tokens=300, **SIZES[ahead], experts=EXPERTS, top_k=2, dtype=torch.bfloat16, masked=False)
     batch.weights = choices[torch.randint(0, 4, batch.ids.shape)]
     x, gate, up, down, d_out = (t.double() for t in (batch.x, batch.gate, batch.up, batch.down, batch.d_out))
     want = torch.empty(batch.ids.shape, dtype=torch.float64)
@@ -173,7 +184,8 @@ def test_the_gradient_of_a_router_weight_is_a_dot_product_for_every_weight(ranks
         token, k = (batch.ids == e).nonzero(as_tuple=True)
         y = (torch.nn.functional.silu(x[token] @ gate[e].T) * (x[token] @ up[e].T)) @ down[e].T
         want[token, k] = (d_out[token] * y).sum(1)
-    got = run_steps(None, Plan([batch]))[0]["d_weights"] if ranks == 1 else virtual_step(batch, ranks)["d_weights"]
+    got = run_steps(None, Plan([batch]), ahead)[0] if ranks == 1 else virtual_step(batch, ranks, ahead=ahead)
+    got = got["d_weights"]
     assert got.dtype == torch.float32
     for choice in choices:
         here = batch.weights == choice
@@ -184,10 +196,10 @@ def test_the_gradient_of_a_router_weight_is_a_dot_product_for_every_weight(ranks
 
 # ---- sizes, strides, devices ----
 
-SIZES = [(64, 2880), (256, 768), (2304, 160), (2880, 1408), (5120, 96), (6144, 160), (7168, 96), (8192, 768)]
+ANY_SIZES = [(64, 2880), (256, 768), (2304, 160), (2880, 1408), (5120, 96), (6144, 160), (7168, 96), (8192, 768)]
 
 
-@pytest.mark.parametrize("hidden, width", SIZES)
+@pytest.mark.parametrize("hidden, width", ANY_SIZES)
 def test_any_hidden_size_and_width_to_the_last_column(hidden, width):
     batch = exact(random_ids(140, (0, 1)), hidden=hidden, width=width, experts=2, weight_choices=(-1.0, 0.5, 1.0))
     plan = Plan([batch])
@@ -206,14 +218,17 @@ def test_sizes_that_are_refused():
             mok.moe(b.x, b.ids, b.weights, b.gate, b.up, b.down)
 
 
-def test_strides_change_nothing():
-    batch = Batch.random(tokens=90, hidden=HIDDEN, width=WIDTH, experts=EXPERTS, dtype=torch.bfloat16)
-    assert strided_and_contiguous(None, batch, DEVICE) == []
+@both_kernels
+def test_strides_change_nothing(ahead):
+    batch = Batch.random(tokens=90, **SIZES[ahead], experts=EXPERTS, dtype=torch.bfloat16)
+    with launches(ahead):
+        assert strided_and_contiguous(None, batch, DEVICE) == []
 
 
-def test_odd_addresses():
+@both_kernels
+def test_odd_addresses(ahead):
     """Tensors that begin two, four or eight bytes after a place where the copy engine could read them."""
-    batch = on_device(ordinary())
+    batch = on_device(ordinary(**SIZES[ahead]))
 
     def shifted(t: torch.Tensor) -> torch.Tensor:
         return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
@@ -222,10 +237,11 @@ def test_odd_addresses():
     assert odd.x.data_ptr() % 16 and odd.ids.data_ptr() % 16
     x, weights = odd.x.requires_grad_(), odd.weights.requires_grad_()
     matrices = [w.requires_grad_() for w in (odd.gate, odd.up, odd.down)]
-    out = mok.moe(x, odd.ids, weights, *matrices, tuning=TUNING)
-    out.backward(odd.d_out)
+    with launches(ahead):
+        out = mok.moe(x, odd.ids, weights, *matrices, tuning=TUNING)
+        out.backward(odd.d_out)
     gradients = {f"d_{name}": t.grad.cpu() for name, t in zip(NAMES, (x, weights, *matrices), strict=True)}
-    assert_equal({"out": out.detach().cpu(), **gradients}, dense(ordinary()))
+    assert_equal({"out": out.detach().cpu(), **gradients}, dense(ordinary(**SIZES[ahead])))
 
 
 @needs_two_gpus
@@ -388,10 +404,10 @@ def test_loads_are_counted_exactly_and_in_training_steps_only():
 # ---- recompute ----
 
 
-def recomputed(group, x: torch.Tensor, ids: torch.Tensor | None, repetitions: int) -> dict[str, torch.Tensor]:
+def recomputed(group, x: torch.Tensor, ids: torch.Tensor | None, repetitions: int, ahead: bool = False) -> dict[str, torch.Tensor]:
     """A plain step of this rank's part, after checkpointed ones of both kinds with its bits. Without ids all logits are tied."""
     rank, ranks = ranks_of(group)
-    layer = build(group)
+    layer = build(group, ahead=ahead)
     if ids is None:
         with torch.no_grad():
             layer.router.weight.zero_()
@@ -401,13 +417,16 @@ def recomputed(group, x: torch.Tensor, ids: torch.Tensor | None, repetitions: in
         poison()
         torch.cuda._sleep(int(torch.randint(1, 2_000_000, (1,), generator=torch.Generator().manual_seed(100 * repetition + rank))))
         reentrant = repetition % 2 == 0
-        assert_equal(step_of_layer(layer, x, ids, lambda f, *args, r=reentrant: checkpoint(f, *args, use_reentrant=r)), want)
+        with launches(ahead):
+            assert_equal(step_of_layer(layer, x, ids, lambda f, *args, r=reentrant: checkpoint(f, *args, use_reentrant=r)), want)
     return {name: t.cpu() for name, t in want.items()}
 
 
+@both_kernels
 @pytest.mark.parametrize("tied", [False, True])
-def test_recompute_has_the_bits_of_the_forward(tied):
-    recomputed(None, torch.randn(90, HIDDEN).bfloat16(), None if tied else random_ids(90, range(EXPERTS)), 100)
+def test_recompute_has_the_bits_of_the_forward(tied, ahead):
+    x = torch.randn(90, SIZES[ahead]["hidden"]).bfloat16()
+    recomputed(None, x, None if tied else random_ids(90, range(EXPERTS)), 100, ahead)
 
 
 def test_recompute_between_processes():
@@ -423,11 +442,13 @@ def test_recompute_between_processes():
 # ---- streams and the life of memory ----
 
 
-def test_calls_on_two_streams_take_turns():
+@both_kernels
+def test_calls_on_two_streams_take_turns(ahead):
     """Two layers on two streams share a workspace, and do not disturb each other."""
-    layers = [build(), build(seed=1)]
-    xs = [torch.randn(tokens, HIDDEN, device=DEVICE).bfloat16() for tokens in (700, 300)]
-    want = [step_of_layer(layer, x) for layer, x in zip(layers, xs, strict=True)]
+    layers = [build(ahead=ahead), build(seed=1, ahead=ahead)]
+    xs = [torch.randn(tokens, SIZES[ahead]["hidden"], device=DEVICE).bfloat16() for tokens in (700, 300)]
+    with launches(ahead):
+        want = [step_of_layer(layer, x) for layer, x in zip(layers, xs, strict=True)]
     streams = [torch.cuda.Stream() for _ in layers]
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream())
@@ -445,9 +466,11 @@ def test_calls_on_two_streams_take_turns():
                 raise AssertionError(f"repeat {repeat}: {error}") from error
 
 
-def test_backward_from_another_stream():
-    layer, x = build(), torch.randn(500, HIDDEN, device=DEVICE).bfloat16()
-    want = step_of_layer(layer, x)
+@both_kernels
+def test_backward_from_another_stream(ahead):
+    layer, x = build(ahead=ahead), torch.randn(500, SIZES[ahead]["hidden"], device=DEVICE).bfloat16()
+    with launches(ahead):
+        want = step_of_layer(layer, x)
     one, other = torch.cuda.Stream(), torch.cuda.Stream()
     layer.zero_grad()
     leaf = x.clone().requires_grad_()
@@ -462,14 +485,15 @@ def test_backward_from_another_stream():
     assert_equal({"out": out.detach(), "d_x": leaf.grad, "gate_EIH": layer.gate_EIH.grad}, want, ("out", "d_x", "gate_EIH"))
 
 
-def test_memory_that_grows_or_is_freed_while_another_stream_works():
+@both_kernels
+def test_memory_that_grows_or_is_freed_while_another_stream_works(ahead):
     """A workspace made on one stream, used on a second one and outgrown there: nobody gets its memory before that stream is done."""
-    layer = build(experts=17)  # a workspace of its own,
+    layer = build(experts=17, ahead=ahead)  # a workspace of its own,
     layer.tuning = mok.Tuning()  # as large as its largest call
-    small, large = (torch.randn(tokens, HIDDEN, device=DEVICE).bfloat16() for tokens in (200, 3000))
+    small, large = (torch.randn(tokens, SIZES[ahead]["hidden"], device=DEVICE).bfloat16() for tokens in (200, 3000))
     one, other = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()
-    with torch.no_grad():
+    with torch.no_grad(), hopper_launches(int(ahead)):
         with torch.cuda.stream(one):
             want = layer(small)
         torch.cuda.synchronize()
@@ -558,10 +582,10 @@ def routes(tokens: int) -> list[torch.Tensor]:
     return [balanced, torch.full((tokens, 2), 9), torch.full((tokens, 2), -1), balanced]
 
 
-def captured(group) -> list[dict[str, torch.Tensor]]:
+def captured(group, ahead: bool) -> list[dict[str, torch.Tensor]]:
     """Replays of one graph of this rank's forward and backward, for each of the routes."""
     rank, ranks = ranks_of(group)
-    batches = [replace(batch_of(routes(300)[0]), ids=ids).local(rank, ranks) for ids in routes(300)]
+    batches = [replace(batch_of(routes(300)[0], **SIZES[ahead]), ids=ids).local(rank, ranks) for ids in routes(300)]
     b = on_device(batches[0]).leaves()
     inputs = [getattr(b, name) for name in NAMES]
 
@@ -575,7 +599,7 @@ def captured(group) -> list[dict[str, torch.Tensor]]:
         step()
         step()
     torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph, stream=stream):
+    with launches(ahead), torch.cuda.graph(graph, stream=stream):
         kept = step()
     results = []
     for batch in batches:
@@ -588,10 +612,11 @@ def captured(group) -> list[dict[str, torch.Tensor]]:
     return results
 
 
+@both_kernels
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_capture_and_replay(ranks):
-    parts = [captured(None)] if ranks == 1 else run_processes(captured, ranks)
-    assert_steps(parts, Plan([replace(batch_of(routes(300)[0]), ids=ids) for ids in routes(300)]))
+def test_capture_and_replay(ranks, ahead):
+    parts = [captured(None, ahead)] if ranks == 1 else run_processes(captured, ranks, ahead)
+    assert_steps(parts, Plan([replace(batch_of(routes(300)[0], **SIZES[ahead]), ids=ids) for ids in routes(300)]))
 
 
 # ---- dtypes and autocast ----
@@ -784,14 +809,14 @@ def test_processes_end(mode):
         assert "a fault of its own" in outputs[1][1]
 
 
-def beside_nccl(group) -> list[dict[str, torch.Tensor | None]]:
+def beside_nccl(group, ahead: bool) -> list[dict[str, torch.Tensor | None]]:
     """A hundred steps beside all-gathers on another stream, which rank 0 launches before its step and rank 1 after it."""
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     rank, ranks = ranks_of(group)
     nccl, side = dist.new_group(backend="nccl"), torch.cuda.Stream()
     numbers = torch.full((2**22,), float(rank), device=DEVICE)
     gathered = torch.empty(ranks * 2**22, device=DEVICE)
-    b = on_device(ordinary().local(rank, ranks))
+    b = on_device(ordinary(**SIZES[ahead]).local(rank, ranks))
 
     def gather() -> None:
         side.wait_stream(torch.cuda.current_stream())
@@ -806,7 +831,8 @@ def beside_nccl(group) -> list[dict[str, torch.Tensor | None]]:
         out.backward(leaves.d_out)
         return {"out": out.detach(), **leaves.gradients()}
 
-    first = step()
+    with launches(ahead):
+        first = step()
     gather()
     torch.cuda.synchronize()
     for _ in range(100):
@@ -823,5 +849,6 @@ def beside_nccl(group) -> list[dict[str, torch.Tensor | None]]:
 
 
 @needs_two_gpus
-def test_beside_nccl():
-    assert_steps(run_processes(beside_nccl, 2), Plan([ordinary()]))
+@both_kernels
+def test_beside_nccl(ahead):
+    assert_steps(run_processes(beside_nccl, 2, ahead), Plan([ordinary(**SIZES[ahead])]))

@@ -15,6 +15,7 @@ if torch.cuda.get_device_capability() != (9, 0):
 
 sys.path.insert(0, os.path.dirname(__file__))
 
+from checks import hopper_launches
 from virtual import Group, Problem, assert_close
 
 from mok.kernels import launch, memory
@@ -34,6 +35,13 @@ SIZES = {  # tokens, hidden, width, experts, K
     "half tiles": (300, 512, 384, 24, 2),
     "one token": (1, 512, 320, 8, 2),
 }
+
+
+@pytest.fixture(autouse=True)
+def launches(request):
+    """Every test but one launches the kernel for Hopper, and that one never."""
+    with hopper_launches(int(request.function is not test_a_layer_it_cannot_run_runs_the_ordinary_kernel)):
+        yield
 
 
 @pytest.mark.parametrize("name", SIZES)
