@@ -13,6 +13,7 @@ from virtual import DEVICE, Problem, assert_close, deal, poison, poison_workspac
 
 from mok import schedule as host_schedule
 from mok.kernels import launch, launch_backward, launch_backward_fp8, launch_backward_mxfp8, launch_fp8, launch_mxfp8, memory
+from mok.kernels.groups import HEADER, RECORD, ROW, TICKET
 from mok.kernels.launch import ForwardPlan, Workspace
 from mok.kernels.launch_backward import BackwardPlan, Gradients, Needs
 from mok.kernels.launch_fp8 import QuantizedExperts
@@ -202,6 +203,26 @@ class Group:
         for workspace in self.workspaces:
             workspace.check()
         return self.named(results)
+
+
+class Shares(Group):
+    """With every rank's share of the shared experts' gradients by itself, too."""
+
+    def named(self, results: list[Results]) -> dict[str, Tensor]:
+        shares = {
+            f"shared {name} of rank {rank}": gradients.shared[i]
+            for rank, (_, gradients) in enumerate(results)
+            if gradients.shared is not None
+            for i, name in enumerate(NAMES)
+        }
+        return super().named(results) | shares
+
+
+def listed(workspace: Workspace) -> Tensor:
+    """The records [n, RECORD] of the backward's list of tasks that was written last, in the workspace's memory."""
+    table = workspace.scratch["groups"].tolist()
+    total = table[HEADER.value + table[0] * ROW.value + TICKET.value]
+    return workspace.scratch["tasks_backward"].view(-1, RECORD.value)[:total]
 
 
 class Fp8Group(Group):
