@@ -8,6 +8,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import sys
+import threading
+import time
 
 # isort: off
 from interpreted_cases import BLOCK, CPU, PLAN, Problem, assert_close, make_schedules, shared  # before triton: sets TRITON_INTERPRET
@@ -15,14 +17,16 @@ from interpreted_backward import PLAN as BACKWARD, make_d_y, make_workspaces
 
 # isort: on
 import torch
+import triton
 from interpret import run_cases, run_concurrently
 
 from mok import trace
 from mok.bench.overlap import VARIANTS, prepare
-from mok.kernels import launch, launch_backward
+from mok.kernels import launch, launch_backward, memory
 from mok.kernels.backward import backward_kernel
 from mok.kernels.combine import combine
 from mok.kernels.forward import forward_kernel
+from mok.kernels.signals import tell_host
 
 FORWARD = dataclasses.replace(PLAN, trace=True)
 
@@ -122,6 +126,33 @@ def case_overlap():
     out = combine(outs["full"], problem.ids_TK, problem.weights_TK, problem.experts, None)
     assert_close(out, problem.expected())
     assert not torch.equal(outs["no dispatch"], outs["full"])
+
+
+@triton.jit
+def tell_kernel(control_ptr):
+    tell_host(control_ptr)
+
+
+def case_a_report_that_is_being_written():
+    """Whoever looks for a report while another one still writes it waits, and tells the host all of it."""
+    (view,) = memory.virtual_memory(memory.regions(4, 16, 2, 1, 1), 1, CPU)
+    control, number = view.own["control"], torch.arange(memory.RECORD_WORDS, dtype=torch.int32) + 10
+    control[memory.REPORT] = 1
+
+    def write() -> None:
+        time.sleep(0.3)
+        control[memory.REPORT + 1 : memory.REPORT + memory.RECORD_WORDS] = number[1:]
+        control[memory.REPORT] = 2
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    tell_kernel[(1,)](control)
+    writer.join()
+    assert view.failure() == (dict(zip(memory.REPORT_FIELDS, number[1:].tolist(), strict=True)), None), view.host
+    control[memory.REPORT] = 0
+    view.host.zero_()
+    tell_kernel[(1,)](control)
+    assert view.failure() is None
 
 
 if __name__ == "__main__":

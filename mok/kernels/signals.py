@@ -32,6 +32,7 @@ H_FREE = tl.constexpr(memory.STATES.index("h_free"))
 X_FREE = tl.constexpr(memory.STATES.index("x_free"))
 EXPERT_ID = tl.constexpr(memory.STATES.index("expert id"))
 PATIENCE = tl.constexpr(64)  # readings between two looks at the abort flag
+FILLING = tl.constexpr(1_000_000)  # readings, about a second, that a report may take to be written
 
 
 @triton.jit
@@ -92,8 +93,13 @@ def report(control_ptrs, rank, task, what, expected, found, R: tl.constexpr):
 
 @triton.jit
 def tell_host(control):
-    """Copy this rank's records, if complete, to host memory, values first; the host looks there without synchronizing."""
-    if tl.atomic_add(control + REPORT, 0, sem="acquire", scope="sys") == 2:
+    """Copy this rank's records, if there is a report, to host memory, values first; the host looks there without synchronizing."""
+    state = tl.atomic_add(control + REPORT, 0, sem="acquire", scope="sys")
+    polls = state * 0
+    while (state == 1) & (polls < FILLING):  # one is being written, while another one, that came too late, has raised the abort flag
+        state = tl.atomic_add(control + REPORT, 0, sem="acquire", scope="sys")
+        polls += 1
+    if state == 2:
         host = tl.load((control + HOST).to(tl.pointer_type(tl.int64))).to(tl.pointer_type(tl.int32))
         own = tl.atomic_add(control + OWN, 0, sem="acquire", scope="sys")
         if own == 2:
