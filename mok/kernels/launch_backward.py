@@ -230,6 +230,18 @@ def runs_ahead(plan: BackwardPlan, device: torch.device, sizes: Sequence[int], m
     return plan.prefetch and fits and is_hopper(device)
 
 
+def loads_in_flight(plan: BackwardPlan, run: int, device_major: int) -> int:
+    """`num_stages`, but for a run of tiles on Blackwell, where both halves of a tile that is stored lie in shared memory beside the loads:
+    a fourth stage would be more than the chip has."""
+    return min(plan.num_stages, 3) if run > 1 and device_major == 10 else plan.num_stages
+
+
+def options_of(plan: BackwardPlan, call: Call, device: torch.device) -> dict[str, object]:
+    """How a kernel that Triton pipelines is compiled."""
+    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+    return dict(num_warps=plan.num_warps, num_stages=loads_in_flight(plan, call.kernel["RUN"], major), enable_fp_fusion=False)
+
+
 @dataclass
 class Call:
     """One backward, prepared: its list of tasks, the kernel's arguments by name, and where the results will be.
@@ -464,6 +476,6 @@ def backward(
 
         backward_hopper.launch(call.kernel, programs)
     else:
-        backward_kernel[(programs,)](**call.kernel, num_warps=plan.num_warps, num_stages=plan.num_stages, enable_fp_fusion=False)
+        backward_kernel[(programs,)](**call.kernel, **options_of(plan, call, workspace.device))
     workspace.barrier()
     return gather(workspace, call, ids_TK, num_experts, needs)

@@ -19,7 +19,19 @@ from mok.kernels import launch_backward
 from mok.kernels.backward import backward_kernel
 from mok.kernels.backward_fp8 import backward_fp8_kernel
 from mok.kernels.launch import Saved, Workspace, _rows, trace_record
-from mok.kernels.launch_backward import BackwardPlan, Call, Gradients, Needs, Weights, _planes, gather, order_tasks, publish, results
+from mok.kernels.launch_backward import (
+    BackwardPlan,
+    Call,
+    Gradients,
+    Needs,
+    Weights,
+    _planes,
+    gather,
+    options_of,
+    order_tasks,
+    publish,
+    results,
+)
 from mok.kernels.launch_fp8 import BLOCK, QuantizedExperts
 from mok.kernels.quantize import quantize, quantize_into
 from mok.kernels.schedule import DeviceSchedule
@@ -200,20 +212,19 @@ def run(
     """
     workspace.check()
     programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
-    options = dict(num_warps=plan.num_warps, num_stages=plan.num_stages, enable_fp_fusion=False)
     publish(workspace, d_y_TH, x_TH, weights_TK, block)
     of_shared = None
     if shared and (needs.x or needs.shared):
         d_y = d_y_TH if shared_d_y_TH is None else shared_d_y_TH
         of_shared = prepare_shared(workspace, rows, saved, d_y, x_TH, weights_TK, shared, shared_clamp, needs, shared_main_grads, plan)
         of_shared.order.write(workspace.num_sms)
-        backward_kernel[(programs,)](**of_shared.kernel, **options)
+        backward_kernel[(programs,)](**of_shared.kernel, **options_of(plan, of_shared, workspace.device))
     call = of_shared
     if needs.x or needs.weights or needs.experts or workspace.memory.size > 1:  # peers wait for this rank
         call = prepare()
         call.order.write(workspace.num_sms)
         workspace.barrier()
-        kernel[(programs,)](**call.kernel, **options)
+        kernel[(programs,)](**call.kernel, **options_of(plan, call, workspace.device))
         workspace.barrier()
         if of_shared:
             call = dataclasses.replace(call, shared=of_shared.shared, shared_d_x=of_shared.shared_d_x)
