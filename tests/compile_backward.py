@@ -7,26 +7,19 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-import triton
-from compile_kernels import CUOBJDUMP, READABLE, local_accesses_among_products, unfinished_stores
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
+from compile_kernels import facts_of
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from mok.kernels.backward import backward_kernel
 from mok.kernels.backward_hopper import backward_hopper_kernel
 from mok.kernels.groups import list_kernel, plan_kernel
-from mok.kernels.launch_backward import OF_SHARED, BackwardPlan, Needs, count_tasks
+from mok.kernels.launch_backward import OF_SHARED, BackwardPlan, Needs, count_tasks, loads_in_flight
 
 PLAN = BackwardPlan(run=1)
 INT32 = {
@@ -50,7 +43,7 @@ CASES = {  # hidden, width, shared width, ranks, then flags
     "hopper everything": (7168, 2048, 2048, 2, dict(RECOMPUTE=True, CARRY=True, CLAMP=True)),
 }
 JOBS = (
-    ("plain", 90), ("runs", 90), ("odd sizes added", 90), ("everything", 90), ("everything", 100), ("everything", 103),
+    *((case, arch) for case in ("plain", "runs", "odd sizes added", "everything") for arch in (90, 100, 103)),
     ("mxfp8", 90), ("mxfp8 everything", 90), ("mxfp8 odd sizes added", 90), *((case, 90) for case in CASES if case.startswith("hopper")),
 )  # fmt: skip
 
@@ -94,6 +87,10 @@ def hopper_constants(hidden: int, width: int, shared: int, ranks: int, flags: di
     if constants["ACCUMULATE"]:
         constants |= {name: None for name in backward_hopper_kernel.arg_names if name.startswith("store_")}
     return constants
+
+
+def stages(constants: dict[str, object], arch: int) -> int:
+    return loads_in_flight(PLAN, constants["RUN"], arch // 10)
 
 
 def argument_type(name: str, constants: dict[str, object]) -> str:
@@ -158,53 +155,25 @@ def run_jobs(one: Callable[[str, int], dict[str, object]], jobs: Sequence[tuple[
     print(json.dumps(facts))
 
 
-def facts_of(
+def compile_one(
     kernel, arch: int, constants: dict[str, object], num_warps: int, num_stages: int, types=argument_type, **options: object
 ) -> dict[str, object]:  # fmt: skip
     """types: the type of an argument, by its name and the constants."""
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: types(name, constants) for name in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.endswith(("_ptr", "_ptrs"))}
-    form = GluonASTSource if kernel.is_gluon() else ASTSource
-    source = form(kernel, signature, constexprs=constants, attrs=aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(num_warps=num_warps, num_stages=num_stages, **options))
-    ptx = made.asm["ptx"]
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([str(CUOBJDUMP), "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
-        readable = arch == 90 or (arch in READABLE and "block_scale" in ptx)  # of the other kernels on Blackwell nothing is asked
-        sass = subprocess.run([str(CUOBJDUMP), "--dump-sass", file.name], capture_output=True, text=True).stdout if readable else ""
-    lines = [line for line in sass.splitlines() if re.search(r"/\*[0-9a-f]{4,5}\*/", line)]
-    products = [i for i, line in enumerate(lines) if "HGMMA" in line]
-    spills = [i for i, line in enumerate(lines) if re.search(r"\b(STL|LDL)\b", line)]
-    return dict(
-        name=kernel.__name__, shared=made.metadata.shared, stack=int(re.search(r"STACK:(\d+)", usage)[1]),
-        registers=int(re.search(r"REG:(\d+)", usage)[1]),
-        e4m3=len(re.findall(r"wgmma\.mma_async\S*\.e4m3\.e4m3", ptx)),
-        local_in_loop=local_accesses_among_products(sass) if re.search(r"GMMA|UTC\w*MMA", sass) else 0,
-        tensor_core=ptx.count("wgmma.mma_async" if arch == 90 else "tcgen05.mma"),
-        scaled=len(re.findall(r"tcgen05\.mma\S*block_scale", ptx)), unscaled=len(re.findall(r"tcgen05\.mma\.(?!\S*block_scale)", ptx)),
-        of_bf16=len(re.findall(r"tcgen05\.mma\S*kind::f16", ptx)), code_copies=ptx.count("tcgen05.cp."),
-        copy_engine=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
-        copy_engine_stores=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.global", ptx)),
-        announced=len(re.findall(r"gpu\.release\.add|release\.gpu\.global\.add|acq_rel", ptx)),
-        full_waits=sass.count("DEPBAR.LE gsb0, 0x0"), single_conversions=sass.count("F2F.BF16"),
-        spills=len(spills), spills_between_products=sum(any(abs(s - p) < 12 for p in products) for s in spills),
-        serialized=len(re.findall(r"HGMMA[^\n]*gsb0 ;[^\n]*\n(?:[^\n]*\n){0,2}[^\n]*WARPGROUP\.DEPBAR\.LE gsb0, 0x0", sass)),
-        exponentials=made.asm["ttgir"].count("ex2.approx"), unfinished=unfinished_stores(ptx),
-    )  # fmt: skip
+    return facts_of(kernel, arch, signature, constants, num_warps=num_warps, num_stages=num_stages, **options)
 
 
 def one(case: str, arch: int) -> tuple[str, list[dict[str, object]]]:
     if case.startswith("hopper"):
         constants = hopper_constants(*CASES[case])
-        return f"{case} {arch}", [facts_of(backward_hopper_kernel, arch, constants, PLAN.num_warps, 1, hopper_type, enable_fp_fusion=False)]
+        facts = compile_one(backward_hopper_kernel, arch, constants, PLAN.num_warps, 1, hopper_type, enable_fp_fusion=False)
+        return f"{case} {arch}", [facts]
     constants = constants_of(*CASES[case])
     return f"{case} {arch}", [
-        facts_of(backward_kernel, arch, constants, PLAN.num_warps, PLAN.num_stages, enable_fp_fusion=False),
-        facts_of(plan_kernel, arch, constants, 1, 3),
-        facts_of(list_kernel, arch, constants | dict(BLOCK=256, RUN_N=constants["RUN"] * PLAN.block_n), 4, 3),
+        compile_one(backward_kernel, arch, constants, PLAN.num_warps, stages(constants, arch), enable_fp_fusion=False),
+        compile_one(plan_kernel, arch, constants, 1, 3),
+        compile_one(list_kernel, arch, constants | dict(BLOCK=256, RUN_N=constants["RUN"] * PLAN.block_n), 4, 3),
     ]
 
 

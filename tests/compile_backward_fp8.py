@@ -5,7 +5,7 @@ Run alone: python tests/compile_backward_fp8.py [case arch ...]
 
 from __future__ import annotations
 
-from compile_backward import PLAN, constants_of, facts_of, quantized_type, run_jobs
+from compile_backward import PLAN, compile_one, constants_of, quantized_type, run_jobs, stages
 
 from mok.kernels.backward_fp8 import backward_fp8_kernel
 
@@ -19,7 +19,7 @@ CASES = {  # hidden, width, ranks, then flags
     "odd sizes added": (2880, 1424, 2, dict(ACCUMULATE=True, CARRY=True, RECOMPUTE=True)),
 }
 JOBS = (("plain", 90), ("runs", 90), ("quantized weight gradients", 90), ("frozen", 90), ("everything", 90), ("odd sizes added", 90),
-        ("everything", 100), ("everything", 103))  # fmt: skip
+        ("runs", 100), ("everything", 100), ("everything", 103))  # fmt: skip
 
 
 def argument_type(name: str, constants: dict[str, object]) -> str:
@@ -40,7 +40,8 @@ def one(case: str, arch: int) -> dict[str, object]:
     if constants["RECOMPUTE"]:
         for name in ("ring_x_desc", "gate_desc", "up_desc"):
             constants.pop(name, None)
-    return facts_of(backward_fp8_kernel, arch, constants, PLAN.num_warps, PLAN.num_stages, argument_type, enable_fp_fusion=False)
+    num_stages = stages(constants, arch)
+    return compile_one(backward_fp8_kernel, arch, constants, PLAN.num_warps, num_stages, argument_type, enable_fp_fusion=False)
 
 
 if __name__ == "__main__":

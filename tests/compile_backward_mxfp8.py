@@ -5,17 +5,18 @@ Run alone: python tests/compile_backward_mxfp8.py ["case arch" ...]
 
 from __future__ import annotations
 
-from compile_backward import PLAN, constants_of, facts_of, quantized_type, run_jobs
+from compile_backward import PLAN, compile_one, constants_of, quantized_type, run_jobs, stages
 
 from mok.kernels.backward_mxfp8 import backward_mxfp8_kernel
 
 CASES = {  # hidden, width, ranks, then flags
     "plain": (7168, 2048, 1, {}),
+    "runs": (7168, 2048, 1, dict(RUN=4)),
     "frozen": (7168, 2048, 2, dict(NEED_EXPERTS=False)),
     "everything": (4096, 1024, 4, dict(RECOMPUTE=True, CARRY=True, CLAMP=True)),
     "odd sizes added": (2880, 1424, 2, dict(ACCUMULATE=True, CARRY=True, RECOMPUTE=True)),
 }
-JOBS = (("plain", 100), ("frozen", 100), ("everything", 100), ("odd sizes added", 103))
+JOBS = (("plain", 100), ("runs", 100), ("frozen", 100), ("everything", 100), ("odd sizes added", 103))
 
 
 def argument_type(name: str, constants: dict[str, object]) -> str:
@@ -35,7 +36,8 @@ def one(case: str, arch: int) -> dict[str, object]:
     constants = constants_of(hidden, width, 0, ranks, flags) | dict(BLOCK_H=2 * PLAN.block_h)
     if not constants["RECOMPUTE"]:
         constants |= dict.fromkeys(("ring_x_desc", "x_scale_desc", "gate_up_desc", "gate_up_scale_desc"))
-    return facts_of(backward_mxfp8_kernel, arch, constants, PLAN.num_warps, PLAN.num_stages, argument_type, enable_fp_fusion=False)
+    num_stages = stages(constants, arch)
+    return compile_one(backward_mxfp8_kernel, arch, constants, PLAN.num_warps, num_stages, argument_type, enable_fp_fusion=False)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ from mok.kernels.tasks import tasks_kernel
 
 PLAN = ForwardPlan()
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-READABLE = (90, 100)  # the disassembler that comes with Triton 3.6 does not know sm_103
+READABLE = (90, 100)  # the disassembler that comes with Triton 3.6 does not know sm_103; that of 3.9 does
+UNREAD = re.compile(r"(store_)?(shared_)?d_(gate|up|down)_(weight_)?desc")  # weights' gradients: nobody in the kernel reads them
 BF16 = {"x_ptr", "combine_ptr", "ring_ptr", "shared_out_ptr", "y_ptr", "shared_ptr", "out_ptr"}
 INT64 = {"tasks_ptr", "ids_ptr", "trace_ptr"}
 FP8 = "BLOCK"  # a constant of the forward in FP8 alone
@@ -72,10 +74,29 @@ def argument_type(name: str, constants: dict[str, object]) -> str:
     return "fp32" if name in ("limit", "shared_limit") and "BLOCK_M" in constants else "i32"
 
 
-def unfinished_stores(ptx: str) -> int:
-    """Releases that can be reached from a store of the copy engine without a full wait in between, over all paths through the branches."""
+def stores_of_copy_engine(ptx: str, descriptors: Sequence[str]) -> list[set[str]]:
+    """For each store of the copy engine, in order, the descriptors (of these arguments) that its address may be, over all moves and
+    selections of registers."""
+    params = re.findall(r"\.param \.align 64 \.b8 (\w+)\[128\]", ptx)
+    names = dict(zip(params, descriptors, strict=True))
+    sources: dict[str, set[str]] = {}
+    for to, of in re.findall(r"^\s*(?:@!?%p\d+\s+)?(?!ld|atom)[\w.:]+\s+(%rd?\d+), ([^\[\];]*);", ptx, re.MULTILINE):
+        sources.setdefault(to, set()).update(re.findall(r"%rd?\d+|\w+_param_\d+", of))
+    found = []
+    for address in re.findall(r"cp\.async\.bulk\.tensor\.\dd\.global\S* \[(%\w+),", ptx):
+        seen, todo = set(), {address}
+        while todo:
+            seen |= todo
+            todo = set().union(*(sources.get(name, ()) for name in todo)) - seen
+        found.append({names[name] for name in seen if name in names})
+    return found
+
+
+def unfinished_stores(ptx: str, unread: Collection[int] = ()) -> int:
+    """Releases that can be reached from a store of the copy engine without a full wait in between, over all paths through the branches;
+    unread: which stores, in order, nobody is told of."""
     blocks: dict[str, tuple[list[str], list[str]]] = {}  # label -> (what happens, where it goes on)
-    name, events, count = "entry", [], 0
+    name, events, count, stores = "entry", [], 0, 0
     for line in [*ptx.splitlines(), "ret;"]:
         label = re.match(r"\s*(\$\w+):", line)
         branch = re.match(r"\s*(@!?%p\d+\s+)?bra(?:\.uni)?\s+(\$\w+)", line)
@@ -86,10 +107,12 @@ def unfinished_stores(ptx: str) -> int:
             blocks[name] = (events, targets + ([branch[2]] if branch else []))
             name, events = follow, []
         elif re.search(r"cp\.async\.bulk\.tensor\.\dd\.global\.shared", line):
-            events.append("store")
+            if stores not in unread:
+                events.append("store")
+            stores += 1
         elif "cp.async.bulk.wait_group 0" in line:
             events.append("wait")
-        elif re.search(r"\.release\.add|release\.gpu\.global\.add", line):
+        elif re.search(r"(release|acq_rel)\.(gpu\.global\.)?add", line):
             events.append("release")
     bad, seen, todo = set(), set(), [("entry", False)]
     while todo:
@@ -119,43 +142,71 @@ def local_accesses_among_products(sass: str) -> int:
     return sum("LDL" in text or "STL" in text for at, text in lines for _, start, end in loops if start <= at <= end)
 
 
+def waited_at_once(ttgir: str) -> int:
+    """Blackwell's products whose own end is the next thing that is waited for, where the next loads or the product before should be."""
+    bad, own = 0, set()
+    for line in ttgir.splitlines():
+        if "ttng.tc_gen5_mma" in line:
+            signal = re.search(r"(%[\w#]+)\[%\w+\] \{is_async\}", line)
+            own.add(signal and signal[1])
+            bad += not signal
+        elif waited := re.search(r"ttng\.wait_barrier (%[\w#]+)", line):
+            bad += waited[1] in own
+            own.clear()
+    return bad
+
+
+def facts_of(kernel, arch: int, signature: dict[str, str], constants: dict[str, object], **options: object) -> dict[str, object]:
+    """Compile a kernel; what it became. `local_in_loop` is None where the disassembler does not know the chip."""
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.endswith(("_ptr", "_ptrs"))}
+    form = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = form(kernel, signature, constexprs=constants, attrs=aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    ptx, ttgir = made.asm["ptx"], made.asm["ttgir"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage, sass = (
+            subprocess.run([str(CUOBJDUMP), what, file.name], capture_output=True, text=True).stdout
+            for what in ("--dump-resource-usage", "--dump-sass")
+        )
+    readable = re.search(r"/\*[0-9a-f]{4,}\*/", sass)
+    assert readable or arch not in READABLE, f"no instructions of sm_{arch} to read"
+    products = re.search(r"wgmma|tcgen05\.mma", ptx)
+    stores = stores_of_copy_engine(ptx, [name for name in kernel.arg_names if signature[name].startswith("tensordesc")])
+    unread = {i for i, names in enumerate(stores) if names and all(map(UNREAD.fullmatch, names))}
+    hopper_waits = re.findall(r"HGMMA[^\n]*gsb0 ;[^\n]*\n(?:[^\n]*\n){0,2}[^\n]*WARPGROUP\.DEPBAR\.LE gsb0, 0x0", sass)
+    return dict(
+        name=kernel.__name__, shared=made.metadata.shared, stack=int(re.search(r"STACK:(\d+)", usage)[1]),
+        registers=int(re.search(r"REG:(\d+)", usage)[1]),
+        local_in_loop=(local_accesses_among_products(sass) if products else 0) if readable else None,
+        tensor_core=ptx.count("wgmma.mma_async" if arch == 90 else "tcgen05.mma"),
+        e4m3=len(re.findall(r"wgmma\.mma_async\S*\.e4m3\.e4m3", ptx)),
+        scaled=len(re.findall(r"tcgen05\.mma\S*block_scale", ptx)), unscaled=len(re.findall(r"tcgen05\.mma\.(?!\S*block_scale)", ptx)),
+        of_bf16=len(re.findall(r"tcgen05\.mma\S*kind::f16", ptx)), code_copies=ptx.count("tcgen05.cp."),
+        serialized=len(hopper_waits) if arch == 90 else waited_at_once(ttgir),
+        full_waits=sass.count("DEPBAR.LE gsb0, 0x0"), single_conversions=sass.count("F2F.BF16"),
+        copy_engine=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
+        copy_engine_stores=len(stores), stored=sorted(set().union(*stores)), unfinished=unfinished_stores(ptx, unread),
+        announced=len(re.findall(r"gpu\.release\.add|release\.gpu\.global\.add", ptx)),
+        wide_loads=ptx.count("ld.global.v4"), wide_stores=ptx.count("st.global.v4"), narrow_stores=ptx.count("st.global.b16"),
+        exponentials=ttgir.count("ex2.approx"),
+    )  # fmt: skip
+
+
 def compile_one(kernel, arch: int, constants: dict[str, object], num_warps: int = 4, num_stages: int = 3) -> dict[str, object]:
     tile = {}
     if kernel.is_gluon():  # no arguments of these, but fixed
         tile = dict(BLOCK_M=PLAN.block_m, BLOCK_N=PLAN.block_n)
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: argument_type(name, {**tile, **constants}) for name in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.endswith(("_ptr", "_ptrs"))}
     if kernel.is_gluon():
         for name in signature:
             if name.endswith("_desc") and name not in constants:
                 rank = signature[name].count(",") + 1
                 layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
                 signature[name] = f"{signature[name][:-1]},{layout!r}>"
-    form = GluonASTSource if kernel.is_gluon() else ASTSource
-    source = form(kernel, signature, constexprs=constants, attrs=aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(num_warps=num_warps, num_stages=num_stages))
-    ptx = made.asm["ptx"]
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([str(CUOBJDUMP), "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
-        sass = subprocess.run([str(CUOBJDUMP), "--dump-sass", file.name], capture_output=True, text=True).stdout
-    return dict(
-        name=kernel.__name__, shared=made.metadata.shared, stack=int(re.search(r"STACK:(\d+)", usage)[1]),
-        registers=int(re.search(r"REG:(\d+)", usage)[1]),
-        tensor_core=ptx.count("wgmma.mma_async" if arch == 90 else "tcgen05.mma"),
-        unscaled=len(re.findall(r"tcgen05\.mma\.(?!\S*block_scale)", ptx)),
-        full_waits=sass.count("DEPBAR.LE gsb0, 0x0"),
-        e4m3=len(re.findall(r"wgmma\.mma_async\S*\.e4m3\.e4m3", ptx)),
-        local_in_loop=local_accesses_among_products(sass) if arch in READABLE and re.search(r"wgmma|tcgen05\.mma", ptx) else 0,
-        scaled=len(re.findall(r"tcgen05\.mma\S*block_scale", ptx)), code_copies=ptx.count("tcgen05.cp."),
-        copy_engine=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
-        serialized=len(re.findall(r"HGMMA[^\n]*gsb0 ;[^\n]*\n(?:[^\n]*\n){0,2}[^\n]*WARPGROUP\.DEPBAR\.LE gsb0, 0x0", sass)),
-        single_conversions=sass.count("F2F.BF16"),
-        wide_loads=ptx.count("ld.global.v4"), wide_stores=ptx.count("st.global.v4"), narrow_stores=ptx.count("st.global.b16"),
-        unfinished=unfinished_stores(ptx), announced=len(re.findall(r"gpu\.release\.add|release\.gpu\.global\.add", ptx)),
-    )  # fmt: skip
+    return facts_of(kernel, arch, signature, constants, num_warps=num_warps, num_stages=num_stages)
 
 
 def without(shared: int) -> dict[str, None]:
@@ -223,7 +274,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 HOPPER_SIZES: dict[str, dict[str, Any]] = {
     **SIZES, "shared": dict(shared=2048), "saved two ranks": dict(hidden=4096, width=14336, ranks=2, save=True),
-    "odd sizes": dict(hidden=2880, width=1408),
+    "odd sizes": dict(hidden=2880, width=1408), "two ranks": dict(ranks=2),
 }  # fmt: skip
 FORWARDS = {"forward": forward, "forward mxfp8": functools.partial(forward, mxfp8=True), "fp8": forward_fp8, "mxfp8": forward_mxfp8}
 TASKS = dict(TILES=16, PARTS=4, UPS=16, DOWNS=28, SHARED_UPS=16, BLOCK_M=128, HALF_TILES=True, BLOCK=256)

@@ -9,7 +9,7 @@ from scripts import cases_of, run_script, selected, thorough_but
 pytest.importorskip("triton")
 
 FIRST = ("near_the_executor", "every_block_is_scaled")
-JOBS = ("plain 100", "frozen 100", "everything 100", "odd sizes added 103")
+JOBS = ("plain 100", "runs 100", "frozen 100", "everything 100", "odd sizes added 103")
 FIRST_JOBS = ("plain 100", "odd sizes added 103")
 
 
@@ -37,9 +37,9 @@ def test_compiles_for_the_chip(compiled, job):
     assert facts["unscaled"] == facts["of_bf16"] == facts["tensor_core"] - 8, "a product that is neither"
     assert facts["code_copies"] > 0, "codes go through registers"
     assert facts["copy_engine"] > 0 and facts["announced"] > 0
-    if job in ("frozen 100", "odd sizes added 103"):  # in the others a tile of a weight's gradient is stored, and announced to nobody
-        assert facts["unfinished"] == 0, "announced before it is in memory"
+    assert facts["unfinished"] == 0, "announced before it is in memory"
     assert facts["shared"] <= 232448, "more shared memory than the chip has"
     assert facts["exponentials"] == 4, "the sigmoid of a slice is computed twice"
-    assert facts["local_in_loop"] <= 1, "the products' loops spill more than the first row of a weight's gradient"
+    if not job.endswith(" 103"):  # of a run, what its stores need stands in the loop
+        assert facts["local_in_loop"] <= (4 if job == "runs 100" else 1), "the products' loops spill more than where a gradient is stored"
     assert facts["stack"] <= 1152, facts

@@ -26,7 +26,11 @@ def of_archs(*cases: str) -> list[Any]:
 
 FORWARDS = of_archs(*(f"forward{size}" for size in SIZES)) + of_archs(*(f"forward mxfp8{size}" for size in SIZES))
 OTHERS = [(case, arch) for case in ("schedule", "tasks", "combine", "barrier") for arch in ARCHS]
-HOPPER_CASES = tuple(f"forward hopper{what}" for what in ("", " shared", " shared saved two ranks", " saved two ranks", " odd sizes"))
+HOPPER_STACK = {  # bytes; all is read and written outside of the steps
+    "forward hopper": 0, "forward hopper shared": 0, "forward hopper two ranks": 0, "forward hopper odd sizes": 0,
+    "forward hopper shared saved two ranks": 8,  # an address of a signal, from one task to the next
+    "forward hopper saved two ranks": 48,  # five such, and of a tile that is clipped and saved three pairs of gate and up
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +68,7 @@ def test_mxfp8_uses_the_chip(compiled, case, arch):
     """Blackwell's tensor cores take E4M3 and codes as they lie in shared memory; Hopper's take what was widened to bf16, in every step."""
     (kernel,) = compiled[f"{case} {arch}"]
     assert kernel["shared"] <= 232448 and kernel["stack"] <= 256, kernel
-    assert kernel["local_in_loop"] == 0, "spilled registers are read or written for every step"
+    assert kernel["local_in_loop"] == (None if arch == 103 else 0), "spilled registers are read or written for every step"
     assert kernel["tensor_core"] > 0 and kernel["copy_engine"] > 0, kernel
     assert kernel["wide_loads"] > 0 and kernel["wide_stores"] > 0 and kernel["narrow_stores"] <= 1, "one is that of the codes of h"
     assert kernel["unfinished"] == 0 and kernel["announced"] > 0, kernel
@@ -75,12 +79,12 @@ def test_mxfp8_uses_the_chip(compiled, case, arch):
         assert kernel["code_copies"] > 0, "codes go through registers"
 
 
-@pytest.mark.parametrize("case", HOPPER_CASES)
+@pytest.mark.parametrize("case", HOPPER_STACK)
 def test_hopper_ring_of_loads(compiled, case):
     """A step is 3 loads and 4 products; six places begin steps (two first ones, three stretches of a task, the next task's loads) for whole
     and for half tiles, and none waits for its own product. Only a task's last product is waited for in full."""
     (kernel,) = compiled[case]
-    assert kernel["shared"] <= 232448 and kernel["registers"] <= 255 and kernel["stack"] <= 64, kernel
+    assert kernel["shared"] <= 232448 and kernel["registers"] <= 255 and kernel["stack"] <= HOPPER_STACK[case], kernel
     assert kernel["tensor_core"] == 2 * 6 * 4 and kernel["full_waits"] == 2 and kernel["serialized"] == 0, kernel
     assert kernel["local_in_loop"] == 0 and kernel["single_conversions"] == 0, kernel
     assert kernel["wide_loads"] > 0 and kernel["wide_stores"] > 0 and kernel["narrow_stores"] == 0, kernel
@@ -108,6 +112,28 @@ def test_the_search_for_unfinished_stores():
     assert unfinished_stores(apart.replace(wait, "cp.async.bulk.wait_group.read 0;")) == 0
     assert unfinished_stores(f"{store}\ncp.async.bulk.wait_group.read 0;\n{release}\nret;") == 1
     assert unfinished_stores(f"$A:\n{release}\n{store}\n@%p1 bra $A;\nret;") == 1
+
+
+def test_the_search_for_the_descriptors_of_stores():
+    """Through moves and selections; an address that comes from memory may be anything."""
+    from compile_kernels import stores_of_copy_engine, unfinished_stores
+
+    params = "".join(f".param .align 64 .b8 k_param_{i}[128],\n" for i in (3, 8, 9))
+    moves = "".join(f"mov.b64 \t%rd{i}, k_param_{i};\n" for i in (3, 8, 9)) + "@%p1 mov.b64 %rd20, %rd3;\nld.global.b64 %rd30, [%rd9];\n"
+    store = "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd{}, {{%r1, %r2}}], [%r3];\n"
+    ptx = f"{params}{moves}selp.b64 %rd21, %rd20, %rd8, %p2;\n{store.format(21)}{store.format(30)}atom.global.gpu.acq_rel.add.u32"
+    assert stores_of_copy_engine(ptx, ("a", "b", "c")) == [{"a", "b"}, set()]
+    assert [unfinished_stores(ptx, unread) for unread in ((), {0}, {1}, {0, 1})] == [1, 1, 1, 0]
+
+
+def test_the_search_for_products_that_are_waited_for_at_once():
+    from compile_kernels import waited_at_once
+
+    product = "ttng.tc_gen5_mma %a, %b, %c, %true, %true, %x[%true] {is_async} :"
+    other = "ttng.tc_gen5_mma_scaled %a, %b, %c, %d, %e, %true, %true, %y#1[%true] {is_async} :"
+    assert waited_at_once(f"{product}\nttng.wait_barrier %loads, %p\nttng.wait_barrier %x, %p") == 0
+    assert waited_at_once(f"{product}\n{other}\nttng.wait_barrier %x, %p") == 1
+    assert waited_at_once(f"{other}\nttng.wait_barrier %y#1, %p\nttng.tc_gen5_mma %a, %b, %c, %true, %true :") == 2
 
 
 @pytest.mark.parametrize(("case", "arch"), FORWARDS)
