@@ -26,10 +26,10 @@ train: $(STAMP)
 	$(BIN)/python -m mok train $(ARGS)
 
 test: check $(NEWEST_STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	MOK_TEST_NEWEST_TRITON=$(NEWEST) $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-all: check $(NEWEST_STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m '' $(ARGS)
+	MOK_TEST_NEWEST_TRITON=$(NEWEST) $(BIN)/python -m pytest -n 2 --dist loadfile -m '' $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

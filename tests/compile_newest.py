@@ -1,5 +1,8 @@
-"""Compile some kernels without a GPU with another Triton, whose folder stands first in PYTHONPATH; the last line printed is JSON:
-{"triton": its version, "case arch": facts}."""
+"""Compile kernels without a GPU with another Triton, whose folder stands first in PYTHONPATH; the last line printed is JSON:
+{"triton": its version, "case arch": [facts of each kernel]}.
+
+Run alone: python tests/compile_newest.py ["case arch" ...]; a backward's cases are those of compile_backward.py, after "backward ".
+"""
 
 from __future__ import annotations
 
@@ -14,23 +17,17 @@ import compile_backward
 import compile_kernels
 import triton
 
-JOBS = (
-    ("forward", 90), ("forward", 100), ("forward", 103), ("forward hopper", 90),
-    ("backward everything", 90), ("backward everything", 100), ("backward hopper", 90), ("backward hopper everything", 90),
-)  # fmt: skip
 
-
-def one(case: str, arch: int) -> tuple[str, dict[str, object]]:
-    if case.startswith("backward "):
-        return f"{case} {arch}", compile_backward.one(case.removeprefix("backward "), arch)[1][0]
-    if case == "forward hopper":
-        return f"{case} {arch}", compile_kernels.forward_hopper(shared=2048, ranks=2, save=True)[0]
-    return f"{case} {arch}", compile_kernels.forward(arch, ranks=2, save=True)[0]
+def one(job: str) -> list[dict[str, object]]:
+    if job.startswith("backward "):
+        case, _, arch = job.removeprefix("backward ").rpartition(" ")
+        return compile_backward.one(case, int(arch))[1]
+    return compile_kernels.one(job)
 
 
 def main() -> None:
     with ProcessPoolExecutor(2) as pool:
-        facts = dict(pool.map(one, *zip(*JOBS, strict=True)))
+        facts = dict(zip(sys.argv[1:], pool.map(one, sys.argv[1:]), strict=True))
     print(json.dumps({"triton": triton.__version__, **facts}))
 
 
