@@ -40,6 +40,7 @@ CASES = {  # hidden, width, shared width, ranks, then flags
     "hopper two ranks": (4096, 14336, 0, 2, dict(RECOMPUTE=True)),
     "hopper shared": (2048, 768, 2048, 1, {}),
     "hopper clamp": (2048, 768, 0, 1, dict(CLAMP=True, TRACE=True)),
+    "hopper added cut shared": (7168, 2048, 2048, 1, dict(ACCUMULATE=True, CARRY=True)),
     "hopper everything": (7168, 2048, 2048, 2, dict(RECOMPUTE=True, CARRY=True, CLAMP=True)),
 }
 JOBS = (

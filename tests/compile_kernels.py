@@ -189,6 +189,7 @@ def facts_of(kernel, arch: int, signature: dict[str, str], constants: dict[str, 
         copy_engine=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)),
         copy_engine_stores=len(stores), stored=sorted(set().union(*stores)), unfinished=unfinished_stores(ptx, unread),
         announced=len(re.findall(r"gpu\.release\.add|release\.gpu\.global\.add", ptx)),
+        thread_copies=len(re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^\n]*, 0x10", ptx)),
         wide_loads=ptx.count("ld.global.v4"), wide_stores=ptx.count("st.global.v4"), narrow_stores=ptx.count("st.global.b16"),
         exponentials=ttgir.count("ex2.approx"),
     )  # fmt: skip
@@ -223,10 +224,10 @@ def forward(arch: int, hidden=7168, width=2048, shared=0, ranks=1, save=False, m
     return [compile_one(forward_kernel, arch, constants, PLAN.num_warps, PLAN.num_stages)]
 
 
-def forward_hopper(hidden=7168, width=2048, shared=0, ranks=1, save=False) -> list[dict[str, object]]:
+def forward_hopper(hidden=7168, width=2048, shared=0, ranks=1, save=False, gather=False) -> list[dict[str, object]]:
     constants = dict(
-        H=hidden, I=width, S=shared, K=8, R=ranks, CLAMP=save, SHARED_CLAMP=save, SAVE=save, PARTS=PLAN.parts, BLOCK_H=PLAN.block_h,
-        TRACE=False, **without(shared),
+        H=hidden, I=width, S=shared, K=8, R=ranks, CLAMP=save, SHARED_CLAMP=save, SAVE=save, PARTS=0 if gather else PLAN.parts,
+        BLOCK_H=PLAN.block_h, TRACE=False, **without(shared),
     )  # fmt: skip
     return [compile_one(forward_hopper_kernel, 90, constants, PLAN.num_warps)]
 
@@ -275,6 +276,7 @@ SIZES: dict[str, dict[str, Any]] = {
 HOPPER_SIZES: dict[str, dict[str, Any]] = {
     **SIZES, "shared": dict(shared=2048), "saved two ranks": dict(hidden=4096, width=14336, ranks=2, save=True),
     "odd sizes": dict(hidden=2880, width=1408), "two ranks": dict(ranks=2),
+    "gathered": dict(gather=True), "gathered shared saved odd sizes": dict(hidden=2896, width=1424, shared=2048, save=True, gather=True),
 }  # fmt: skip
 FORWARDS = {"forward": forward, "forward mxfp8": functools.partial(forward, mxfp8=True), "fp8": forward_fp8, "mxfp8": forward_mxfp8}
 TASKS = dict(TILES=16, PARTS=4, UPS=16, DOWNS=28, SHARED_UPS=16, BLOCK_M=128, HALF_TILES=True, BLOCK=256)

@@ -29,6 +29,8 @@ OTHERS = [(case, arch) for case in ("schedule", "tasks", "combine", "barrier") f
 HOPPER_STACK = {  # bytes; all is read and written outside of the steps
     "forward hopper": 0, "forward hopper shared": 0, "forward hopper two ranks": 0, "forward hopper odd sizes": 0,
     "forward hopper shared saved two ranks": 8,  # an address of a signal, from one task to the next
+    "forward hopper gathered": 0,
+    "forward hopper gathered shared saved odd sizes": 40,  # a step's addresses beside the sums, with a clamp
     "forward hopper saved two ranks": 48,  # five such, and of a tile that is clipped and saved three pairs of gate and up
 }  # fmt: skip
 
@@ -87,7 +89,9 @@ def test_hopper_ring_of_loads(compiled, case):
     assert kernel["shared"] <= 232448 and kernel["registers"] <= 255 and kernel["stack"] <= HOPPER_STACK[case], kernel
     assert kernel["tensor_core"] == 2 * 6 * 4 and kernel["full_waits"] == 2 and kernel["serialized"] == 0, kernel
     assert kernel["local_in_loop"] == 0 and kernel["single_conversions"] == 0, kernel
-    assert kernel["wide_loads"] > 0 and kernel["wide_stores"] > 0 and kernel["narrow_stores"] == 0, kernel
+    gathered = "gathered" in case  # by 16 bytes of a thread, four times in each of nine places, for whole and for half tiles; no pulls
+    assert kernel["thread_copies"] == 2 * 9 * 4 * gathered and (kernel["wide_loads"] == 0) == gathered, kernel
+    assert kernel["wide_stores"] > 0 and kernel["narrow_stores"] == 0, kernel
     assert kernel["unfinished"] == 0 and kernel["announced"] > 0, kernel
 
 
