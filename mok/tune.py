@@ -11,10 +11,13 @@ it is timed: the default plan must be near the definition, all others must have 
 `tuned` answers for a shape, first of:
     1. the user's cache ($XDG_CACHE_HOME/mok/tuned.json), then mok/tuned.json: an entry of the same GPU, H, I, E, K, ranks and precision
        whose T is at most a factor of two away, the nearest one;
-    2. mok/tuned.json: the defaults of this GPU, measured over several shapes in bf16;
-    3. the heuristic: minibatches of two waves of tasks, a wave being one task for every multiprocessor, but 8 to 32 tiles; all else as the
-       plans have it. With less the programs run out of work while a minibatch's last rows are on their way; with more the rows of a
-       minibatch leave the L2 cache.
+    2. the heuristic, on every GPU: minibatches of two waves of tasks, a wave being one task for every multiprocessor, but at least 16 tiles
+       and at most 32; all else as the plans have it. With less the programs run out of work while a minibatch's last rows are on their way;
+       with more the first minibatch is waited for and the rows of one leave the L2 cache. Why at least 16: on an H200 two waves are 3 to
+       19 tiles for eight shapes, and of those below 16 (taken as 8 at least) all were slower than the tuner's choice, by 1.5 to 6 %.
+
+What a file holds beside that, say from another version of this module, is ignored with one warning: an entry that is not understood does
+not hide the others.
 
 `mok.MoE` and `mok.functional` look there once per shape and process (`mok.kernels.ops.plans`), with the most tokens of a rank that their
 group's memory holds as T; what `Tuning` or `MoKConfig` say about num_sms and the ring holds, and their minibatch is the most that is taken.
@@ -50,7 +53,7 @@ FORMAT = 1
 MARGIN = 0.02
 FORWARD_TILE = 128, 256  # columns of an up task (of gate and of up), of a down task
 BACKWARD_TILE = 256
-LEAST_TILES, MOST_TILES = 8, 32
+LEAST_TILES, MOST_TILES = 16, 32  # of the heuristic's minibatch
 DIRECTIONS = ("forward", "backward")
 FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "forward": {"minibatch_tiles": (8, 12, 16, 20, 24, 32), "parts": (2, 4, 8), "half_tiles": (True, False)},
@@ -60,6 +63,7 @@ DEFAULTS: dict[str, Changes] = {
     "forward": {"minibatch_tiles": 16, "parts": 4, "half_tiles": True},
     "backward": {"group_tiles": 0, "run": 0, "parts": 4},
 }
+SMALLEST = min(FIELDS["forward"]["minibatch_tiles"])
 SHIPPED = Path(__file__).with_name("tuned.json")
 
 
@@ -88,7 +92,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Choice:
-    """Fields of ForwardPlan and BackwardPlan, and where they come from: "tuned", "shipped", "defaults" or "heuristic"."""
+    """Fields of ForwardPlan and BackwardPlan, and where they come from: "tuned", "shipped" or "heuristic"."""
 
     forward: Changes
     backward: Changes
@@ -98,13 +102,22 @@ class Choice:
 # ---- looking up ----
 
 
+def tasks_of_tile(hidden: int, width: int) -> int:
+    """Up and down tasks of the forward."""
+    return -(-width // FORWARD_TILE[0]) + -(-hidden // FORWARD_TILE[1])
+
+
 def two_waves(hidden: int, width: int, num_sms: int) -> int:
-    """The heuristic: tiles per minibatch, within LEAST_TILES .. MOST_TILES.
+    """Tiles whose tasks are two for every multiprocessor.
 
     Example, H = 2048, I = 768, 132 multiprocessors: 6 up and 8 down tasks per tile, so 264 tasks are 19 tiles.
     """
-    per_tile = -(-width // FORWARD_TILE[0]) + -(-hidden // FORWARD_TILE[1])
-    return min(max(-(-2 * num_sms // per_tile), LEAST_TILES), MOST_TILES)
+    return -(-2 * num_sms // tasks_of_tile(hidden, width))
+
+
+def heuristic(hidden: int, width: int, num_sms: int) -> int:
+    """Tiles per minibatch of a shape that was not measured: two waves, within LEAST_TILES .. MOST_TILES."""
+    return min(max(two_waves(hidden, width, num_sms), LEAST_TILES), MOST_TILES)
 
 
 def cache_file() -> Path:
@@ -112,20 +125,63 @@ def cache_file() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mok" / "tuned.json"
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The file's object; an empty one, with a warning unless the file is missing, where it cannot be used."""
-    empty: dict[str, Any] = dict(format=FORMAT, defaults={}, entries=[])
-    if not path.exists():
-        return empty
+def _is_count(value: Any, least: int = 1) -> bool:
+    return type(value) is int and value >= least
+
+
+def _fits(field: str, value: Any, values: tuple[Any, ...]) -> bool:
+    """Whether a plan takes this value. Tiles may be any number; of the rest only what the tuner tries, and was seen to move no bit."""
+    if field == "minibatch_tiles":
+        return _is_count(value)
+    if field == "group_tiles":
+        return _is_count(value, 0)
+    return type(value) is type(values[0]) and value in values
+
+
+def misunderstood(entry: Any) -> str:
+    """Why an entry of a file cannot be used; "" if it can."""
+    if not isinstance(entry, dict):
+        return f"{entry!r:.80} is no entry"
+    for name in ("key", *DIRECTIONS):
+        if not isinstance(entry.get(name), dict):
+            return f"{name} is missing"
+    key, names = entry["key"], Key.__dataclass_fields__
+    if set(key) != set(names):
+        return f"key has {', '.join(map(str, key)) or 'nothing'} in place of {', '.join(names)}"
+    good = {"gpu": isinstance(key["gpu"], str), "precision": key["precision"] in get_args(Precision)}
+    for name, value in key.items():
+        if not good.get(name, _is_count(value)):
+            return f"key {name}={value!r}"
+    for direction in DIRECTIONS:
+        for field, value in entry[direction].items():
+            values = FIELDS[direction].get(field)
+            if values is None or not _fits(field, value, values):
+                return f"{direction} {field}={value!r}"
+    return ""
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=3)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The file's entries that this version understands; what it does not, or a file that it cannot read, is named in a warning, once."""
     try:
         found = json.loads(path.read_text())
-        if found["format"] == FORMAT and all(set(entry) >= {"key", *DIRECTIONS} for entry in found["entries"]):
-            return found
-        reason = f"not of format {FORMAT}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-    warnings.warn(f"{path} is not used ({reason}); mok tune writes it anew", stacklevel=2)
-    return empty
+        if not isinstance(found, dict) or found.get("format") != FORMAT or not isinstance(found.get("entries"), list):
+            raise ValueError(f"not of format {FORMAT}")
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, RecursionError) as error:
+        _warn_once(f"{path} is not used ({type(error).__name__}: {error}); mok tune writes it anew")
+        return []
+    problems = [misunderstood(entry) for entry in found["entries"]]
+    if any(problems):
+        first = next(filter(None, problems))
+        count = f"{sum(map(bool, problems))} of {len(problems)}"
+        _warn_once(f"{path}: entries that are not understood are not used, {count} (the first: {first}); mok tune writes it without them")
+    return [entry for entry, problem in zip(found["entries"], problems, strict=True) if not problem]
 
 
 def find(entries: Sequence[dict[str, Any]], key: Key) -> dict[str, Any] | None:
@@ -142,24 +198,24 @@ def find(entries: Sequence[dict[str, Any]], key: Key) -> dict[str, Any] | None:
 
 def tuned(key: Key, num_sms: int) -> Choice:
     """How to cut the work of this shape on this GPU of `num_sms` multiprocessors. Reads at most two small files; never measures."""
-    shipped = read(SHIPPED)
-    for source, entries in (("tuned", read(cache_file())["entries"]), ("shipped", shipped["entries"])):
-        if entry := find(entries, key):
-            return Choice(entry["forward"], entry["backward"], source)
-    if key.gpu in shipped["defaults"]:
-        return Choice(**shipped["defaults"][key.gpu], source="defaults")
-    return Choice({"minibatch_tiles": two_waves(key.H, key.I, num_sms)}, {}, "heuristic")
+    try:
+        own = [cache_file()]
+    except RuntimeError:  # no home
+        own = []
+    for path in (*own, SHIPPED):
+        if entry := find(read(path), key):
+            return Choice(entry["forward"], entry["backward"], "shipped" if path == SHIPPED else "tuned")
+    return Choice({"minibatch_tiles": heuristic(key.H, key.I, num_sms)}, {}, "heuristic")
 
 
 def store(path: Path, key: Key, choice: dict[str, Any]) -> None:
     """Put a choice into the file in place of an older one for the same key; readers see the old file or the new one, never a part."""
-    found = read(path)
-    others = [entry for entry in found["entries"] if entry["key"] != vars(key)]
-    found["entries"] = sorted([*others, {"key": vars(key), **choice}], key=lambda entry: json.dumps(entry["key"]))
+    others = [entry for entry in read(path) if entry["key"] != vars(key)]
+    entries = sorted([*others, {"key": vars(key), **choice}], key=lambda entry: json.dumps(entry["key"]))
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        written.write_text(json.dumps(found, indent=1) + "\n")
+        written.write_text(json.dumps(dict(format=FORMAT, entries=entries), indent=1) + "\n")
         os.replace(written, path)
     finally:
         written.unlink(missing_ok=True)
@@ -192,7 +248,7 @@ def invalid(field: str, value: Any, key: Key, num_sms: int) -> str:
     """Why a value is not tried for this shape; "" if it is. num_sms 0: the CPU's executor."""
     if num_sms == 0 and field != "minibatch_tiles":
         return f"the executor has no {field}"
-    if field == "minibatch_tiles" and value > max(key.most_tiles, LEAST_TILES):
+    if field == "minibatch_tiles" and value > max(key.most_tiles, SMALLEST):
         return f"a minibatch of {value} tiles is more than all {key.most_tiles}"
     if field == "group_tiles" and value >= key.most_tiles:
         return f"a group of {value} tiles is all {key.most_tiles}, as without a limit"
