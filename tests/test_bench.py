@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mok import executor, quantize, reference
+from mok import executor, quantize, reference, tune
 from mok.bench import baselines, checks, comm, ep, layer, layers, overlap, ranks, report, rivals, shapes, suites, timing
 from mok.config import PRESETS
 
@@ -77,11 +77,63 @@ def test_the_suite_layer(one_thread, tmp_path, capsys):
     assert "not importable" in made["missing"]["sonic-moe"]
 
 
-def test_the_suite_minibatch_marks_the_heuristic(one_thread, tmp_path, capsys):
+def test_the_suite_minibatch_without_multiprocessors(one_thread, tmp_path, capsys):
     assert suites.main(["minibatch", "--repeats", "1", "--plot", str(tmp_path / "a.png"), "--out", str(tmp_path / "a.json")]) == 0
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]
-    assert [row["minibatch_tiles"] for row in rows if row["two_waves"]] == [8] and len(rows) > 4
-    assert "two_waves" in capsys.readouterr().out and (tmp_path / "a.png").stat().st_size > 10_000
+    assert [row["minibatch_tiles"] for row in rows] == [1, 2, 4, 6, 8, 12, 16], "less than twice all tiles, and the heuristic's"
+    assert [row["minibatch_tiles"] for row in rows if row["heuristic"]] == [16] and not any(row["two_waves"] for row in rows)
+    assert sum(row["knee"] for row in rows) == 1 and {row["knee_steps"] for row in rows} == {None}
+    said = capsys.readouterr()
+    assert "two_waves" in said.out and "without multiprocessors there are no waves" in said.err
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_the_suite_minibatch_marks_waves_and_knee(one_thread, tmp_path, monkeypatch, capsys):
+    """On 132 multiprocessors, were there some: sizes that no list has, and the times of a curve."""
+    curve = {"6": 1.1, "7": 1.0, "16": 1.2}
+    monkeypatch.setattr(tune, "two_waves", lambda hidden, width, sms: 7)
+    monkeypatch.setattr(tune, "heuristic", lambda hidden, width, sms: 50)
+    monkeypatch.setattr(suites, "medians", lambda runs, repeats, warmup: {label: curve.get(label, 2.0) for label in runs})
+    rows = suites.minibatch_rows({"tiny": shapes.TINY["tiny"]}, 1, suites.Limit(60), {})
+    assert [row["minibatch_tiles"] for row in rows] == [1, 2, 4, 6, 7, 8, 12, 16, 50]
+    marks = {name: [row["minibatch_tiles"] for row in rows if row[name]] for name in ("two_waves", "heuristic", "knee")}
+    assert marks == {"two_waves": [7], "heuristic": [50], "knee": [7]} and {row["knee_steps"] for row in rows} == {0}
+    said = capsys.readouterr().err
+    assert "the knee, at 7 tiles, is within one step of two waves, which are 7 tiles; the heuristic takes 50, 100.0% slower" in said
+
+
+def test_the_knee():
+    example = {8: 1.20, 12: 1.02, 16: 1.05, 20: 1.00, 32: 1.10}
+    assert suites.knee(example) == 12 and suites.knee({**example, 12: 1.04}) == 20
+    assert suites.knee({8: 1.029, 12: 1.031, 16: 1.0}) == 8, "one slow size is noise"
+    assert suites.knee({4: 1.0, 8: 1.2, 16: 1.3, 32: 1.5}) == 4 and suites.knee({4: 3.0, 8: 2.0, 16: 1.0}) == 16
+    assert suites.knee({4: 1.02, 6: 1.2, 8: 1.2, 12: 1.01, 16: 1.0}) == 12, "a lucky size far below is not the knee"
+    assert suites.knee({12: 1.0, 16: 1.1, 24: 1.2, 64: 1.02}) == 12, "what is above the fastest does not count"
+    for size, steps, words in (
+        (16, -2, "2 steps below two waves"), (19, -1, "within one step of"), (20, 0, "within one step of"), (24, 1, "within one step of"),
+        (32, 2, "2 steps above two waves"),
+    ):  # fmt: skip
+        ms = {at: 1.0 if at >= size else 2.0 - at / 100 for at in (8, 16, 19, 20, 24, 32)}
+        found = suites.minibatch_of({**ms, size: 0.999}, 20)
+        assert found[:2] == (size, steps) and words in found[2]
+
+
+QWEN3_30B = {
+    1: 8.9772, 2: 5.042, 4: 2.8136, 6: 2.0223, 8: 1.7837, 12: 1.5732, 16: 1.4533, 19: 1.4414, 20: 1.4304, 24: 1.4403, 32: 1.4333,
+    48: 1.5347, 64: 1.8216,
+}  # fmt: skip
+KIMI_K2_SLICE = {
+    1: 5.8327, 2: 3.788, 4: 3.1961, 6: 2.7389, 8: 2.5454, 12: 2.4606, 16: 2.6621, 20: 2.6078, 24: 2.5578, 32: 2.8428, 48: 2.7042,
+    64: 2.6283,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, ms, knee, waves, steps", [("qwen3-30b", QWEN3_30B, 16, 19, -1), ("kimi-k2-slice", KIMI_K2_SLICE, 12, 6, 2)])
+def test_the_knee_of_what_an_h200_measured(name, ms, knee, waves, steps):
+    """2026-12-01: at qwen3-30b next to two waves; at kimi-k2-slice above them, so the heuristic takes more."""
+    shape = shapes.ONE_GPU[name]
+    exact = tune.two_waves(shape.H, shape.I, 132)
+    assert exact == waves and suites.minibatch_of(ms, exact)[:2] == (knee, steps)
 
 
 def test_the_suite_schedule(one_thread, tmp_path):

@@ -38,11 +38,12 @@ def _of_minibatch(figure: Any, rows: Sequence[Row]) -> None:
     for name in dict.fromkeys(row["shape"] for row in rows):
         of = [row for row in rows if row["shape"] == name]
         (line,) = axes.plot([row["minibatch"] for row in of], [row["ms"] for row in of], marker=".", label=name)
-        marked = [row for row in of if row["two_waves"]]
-        axes.plot([row["minibatch"] for row in marked], [row["ms"] for row in marked], "o", ms=11, mfc="none", color=line.get_color())
+        for mark, shape in (("two_waves", "o"), ("heuristic", "s"), ("knee", "x")):
+            marked = [row for row in of if row[mark]]
+            axes.plot([row["minibatch"] for row in marked], [row["ms"] for row in marked], shape, ms=11, mfc="none", color=line.get_color())
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("rows of a minibatch; circle: the heuristic, two waves of tasks")
+    axes.set_xlabel("rows of a minibatch; circle: two waves of tasks, square: the heuristic, cross: the knee")
     axes.set_ylabel("forward, ms")
     axes.legend(frameon=False)
 

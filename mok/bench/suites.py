@@ -1,7 +1,7 @@
 """`mok bench`: a suite's rows as a table, as JSON, as a picture.
 
     layer      forward, backward and memory of whole layers: the shapes of ONE_GPU, and what a rank of 8 and of 64 has of every preset
-    minibatch  time against the rows of a minibatch
+    minibatch  time against the rows of a minibatch; marks two waves of tasks, what the heuristic takes, and where the curve becomes flat
     schedule   time of the schedule against T, K, E, R, the other ranks of R being simulated on this device
     scaling    forward and backward against T, from 256 to 131072
     overlap    the forward with dispatch, experts or combine left out          (mok/bench/overlap.py, also over several GPUs)
@@ -43,6 +43,7 @@ from mok.schedule import Schedule, build_schedule, local_experts, sort_routes
 IN_PROCESS = ("layer", "minibatch", "schedule", "scaling")
 OF_RANKS = ("overlap", "ep", "comm")
 LIMIT_S = 170.0
+FLAT = 0.03  # what sizes beyond the knee differ by at most
 MINIBATCHES = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64)
 TOKENS = tuple(2**n for n in range(8, 18))
 SIMULATED = dict(T=TOKENS, K=(1, 2, 4, 6, 8, 10), E=(8, 32, 64, 128, 256, 512), R=(1, 2, 4, 8, 16, 32, 64))
@@ -107,8 +108,41 @@ def layer_rows(shapes: dict[str, Shape], repeats: int, limit: Limit, missing: di
 # ---- minibatch ----
 
 
+def knee(ms: dict[int, float]) -> int:
+    """The minibatch from which on a larger one is not faster. ms: milliseconds by tiles.
+
+    Walk down from the fastest size as long as sizes are within FLAT of it; one slower size between two that are within is passed over as
+    noise, two in a row are not. Sizes above the fastest are not looked at: what they lose is the ring's, which then holds few minibatches,
+    and the first one's, which is waited for.
+
+    Example, 8: 1.20, 12: 1.02, 16: 1.05, 20: 1.00, 32: 1.10 -> 12; with 12: 1.04 -> 20.
+    """
+    sizes = sorted(ms)
+    fastest = min(sizes, key=lambda size: ms[size])
+    found, slower = fastest, 0
+    for size in reversed(sizes[: sizes.index(fastest)]):
+        if ms[size] <= ms[fastest] * (1 + FLAT):
+            found, slower = size, 0
+        elif slower:
+            break
+        else:
+            slower = 1
+    return found
+
+
+def minibatch_of(ms: dict[int, float], two_waves: int) -> tuple[int, int | None, str]:
+    """The knee, how many sizes it is above two waves (None without multiprocessors: two_waves 0), and both in words."""
+    found, sizes = knee(ms), sorted(ms)
+    if not two_waves:
+        return found, None, f"the knee is at {found} tiles; without multiprocessors there are no waves"
+    steps = sizes.index(found) - sizes.index(two_waves)
+    where = "within one step of" if abs(steps) <= 1 else f"{abs(steps)} steps {'above' if steps > 0 else 'below'}"
+    return found, steps, f"the knee, at {found} tiles, is {where} two waves, which are {two_waves} tiles"
+
+
 def minibatch_rows(shapes: dict[str, Shape], repeats: int, limit: Limit, missing: dict[str, str]) -> list[Row]:
-    """Every size has the default's bits before it is timed; `two_waves` marks the heuristic."""
+    """Every size has the default's bits before it is timed. `two_waves` marks these exactly, `heuristic` what a layer takes that was not
+    tuned, `knee` where the curve becomes flat, `knee_steps` is the number of measured sizes from two waves to there."""
     rows: list[Row] = []
     device = default_device()
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
@@ -116,25 +150,28 @@ def minibatch_rows(shapes: dict[str, Shape], repeats: int, limit: Limit, missing
         if limit.over(name):
             continue
         problem = OneDevice(shape, device)
-        chosen = tune.two_waves(shape.H, shape.I, sms)
+        exact, chosen = tune.two_waves(shape.H, shape.I, sms), tune.heuristic(shape.H, shape.I, sms)
         tiles = shape.T * shape.K // TILE_M + shape.E
-        sizes = sorted({size for size in (*MINIBATCHES, chosen) if size < 2 * tiles})
+        sizes = sorted({*(size for size in MINIBATCHES if size < 2 * tiles), chosen, exact} - {0})
         plans = {str(size): dict(minibatch_tiles=size) for size in sizes}
         problem.check_forward(plans)
         runs = {label: problem.turns.of(problem.layer.forward, problem.inputs, changes=changes) for label, changes in plans.items()}
         with torch.no_grad():
-            ms = medians(runs, repeats, warmup=3)
-        per_tile = -(-shape.I // tune.FORWARD_TILE[0]) + -(-shape.H // tune.FORWARD_TILE[1])
+            took = medians(runs, repeats, warmup=3)
+        ms = {size: took[str(size)] for size in sizes}
+        at, steps, words = minibatch_of(ms, exact)
         for size in sizes:
-            took = ms[str(size)]
+            waves = round(size * tune.tasks_of_tile(shape.H, shape.I) / sms, 2) if sms else None
             rows.append(
                 dict(
                     suite="minibatch", shape=name, **shape._asdict(), ep=1, precision="bf16", direction="fwd", minibatch_tiles=size,
-                    minibatch=size * TILE_M, waves=round(size * per_tile / sms, 2) if sms else None, ms=round(took, 4),
-                    tflops=round(6e-9 * shape.T * shape.K * shape.H * shape.I / took, 1), two_waves=size == chosen,
+                    minibatch=size * TILE_M, waves=waves, ms=round(ms[size], 4),
+                    tflops=round(6e-9 * shape.T * shape.K * shape.H * shape.I / ms[size], 1), two_waves=size == exact,
+                    heuristic=size == chosen, knee=size == at, knee_steps=steps,
                 )
             )  # fmt: skip
-        _say(f"{name}: " + ", ".join(f"{size} tiles {ms[str(size)]:.3f} ms" for size in sizes) + f"; two waves are {chosen} tiles")
+        _say(f"{name}: " + ", ".join(f"{size} tiles {ms[size]:.3f} ms" for size in sizes))
+        _say(f"{name}: {words}; the heuristic takes {chosen}, {ms[chosen] / min(ms.values()) - 1:.1%} slower than the fastest")
         del problem, runs
         _free()
     return rows
@@ -291,7 +328,7 @@ def _plain(*names: str) -> Callable[[Sequence[Row]], list[Row]]:
 
 TABLES: dict[str, Callable[[Sequence[Row]], list[Row]]] = {
     "layer": layer_table, "scaling": layer_table, "overlap": overlap_table, "ep": ep_table, "comm": comm_table,
-    "minibatch": _plain("shape", "minibatch_tiles", "minibatch", "waves", "ms", "tflops", "two_waves"),
+    "minibatch": _plain("shape", "minibatch_tiles", "minibatch", "waves", "ms", "tflops", "two_waves", "heuristic", "knee"),
     "schedule": _plain("vary", "T", "K", "E", "R", "rows", "us"),
 }  # fmt: skip
 ROWS = dict(layer=layer_rows, minibatch=minibatch_rows, schedule=schedule_rows, scaling=scaling_rows)

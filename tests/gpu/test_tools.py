@@ -90,7 +90,11 @@ def test_the_suite_layer(tmp_path):
 
 def test_the_suite_minibatch(tmp_path):
     rows = run(tmp_path, "minibatch", "--shapes", NAME, "--repeats", "2")["rows"]
-    assert sum(row["two_waves"] for row in rows) == 1 and all(row["waves"] > 0 for row in rows)
+    for mark in ("two_waves", "heuristic", "knee"):
+        assert sum(row[mark] for row in rows) == 1, mark
+    (waves,) = (row["waves"] for row in rows if row["two_waves"])
+    per_tile = tune.tasks_of_tile(SHAPE.H, SHAPE.I) / torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    assert 2 <= waves < 2 + per_tile + 0.01 and len({row["knee_steps"] for row in rows}) == 1
 
 
 def test_the_suite_schedule_counts_the_hosts_rows():
