@@ -29,6 +29,7 @@ from mok.fabric import Region
 
 PROBE_S = 90.0
 COPY_BYTES = 256 << 20
+MOST_GPUS = 8  # between every two of which copies are timed; of more, between neighbours
 MULTICAST = tuple(ranks.WITHOUT_MULTICAST)
 NVLINK_GBS = 100.0  # no PCIe of today copies as fast, no NVLink of Hopper's as slowly
 
@@ -49,7 +50,7 @@ class Facts:
 
     cuda: what torch was built for.
     no_access: ordered pairs of GPUs of which the first cannot address the second one's memory.
-    copy_gbs: GB/s of a copy to GPU 0 from each other one, by the copy engine; empty where not measured.
+    copies: (source, target, GB/s) of copies between two GPUs, by the copy engine; empty where not measured.
     symmetric: "" if torch's symmetric memory and a signal through it worked between all GPUs, else what went wrong; None: not tried.
     multicast: the variables that switch NVLink multicast off, as the environment has them.
     """
@@ -64,7 +65,7 @@ class Facts:
     matplotlib: bool
     gpus: tuple[Gpu, ...] = ()
     no_access: tuple[tuple[int, int], ...] = ()
-    copy_gbs: tuple[float, ...] = ()
+    copies: tuple[tuple[int, int, float], ...] = ()
     symmetric: str | None = None
     multicast: tuple[tuple[str, str], ...] = ()
 
@@ -101,16 +102,23 @@ def _gpu(index: int) -> Gpu:
     return Gpu(about.name, (about.major, about.minor), round(about.total_memory / 2**30, 1), about.multi_processor_count)
 
 
-def _copy_gbs(source: int) -> float:
-    """GB/s of copies from GPU `source` to GPU 0."""
+def copied(count: int) -> list[tuple[int, int]]:
+    """(source, target) of the copies that are timed among so many GPUs."""
+    if count > MOST_GPUS:
+        return [(i, (i + step) % count) for i in range(count) for step in (1, -1)]
+    return [(i, j) for i in range(count) for j in range(count) if i != j]
+
+
+def _copy_gbs(source: int, target: int) -> float:
+    """GB/s of copies from one GPU to another."""
     there = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{source}")
-    here = torch.empty_like(there, device="cuda:0")
+    here = torch.empty_like(there, device=f"cuda:{target}")
 
     def seconds(copies: int) -> float:
         start = time.perf_counter()
         for _ in range(copies):
             here.copy_(there, non_blocking=True)
-        for device in (source, 0):
+        for device in (source, target):
             torch.cuda.synchronize(device)
         return time.perf_counter() - start
 
@@ -144,7 +152,7 @@ def collect(measure: bool = True) -> Facts:
         python=platform.python_version(), cores=os.cpu_count() or 1, torch=torch.__version__, cuda=torch.version.cuda or "", triton=triton,
         driver=_driver(), nccl=dist.is_available() and dist.is_nccl_available(), matplotlib=bool(importlib.util.find_spec("matplotlib")),
         gpus=tuple(_gpu(index) for index in range(count)), no_access=no_access,
-        copy_gbs=tuple(_copy_gbs(source) for source in range(1, count)) if several else (),
+        copies=tuple((*pair, _copy_gbs(*pair)) for pair in copied(count)) if several else (),
         symmetric=_probe(count) if several and triton else None,
         multicast=tuple((name, os.environ[name]) for name in MULTICAST if name in os.environ),
     )  # fmt: skip
@@ -158,13 +166,37 @@ def _at_least(version: str, least: tuple[int, int]) -> bool:
 
 
 def _of_gpu(gpu: Gpu) -> tuple[State, str]:
-    if gpu.capability == (9, 0):
-        return "works", "the kernels run on it, in bf16; they were measured on an H200"
-    if gpu.capability in ((10, 0), (10, 3)):
+    if FAMILIES.get(gpu.capability) == "Hopper":
+        return "works", "the kernels run on it; they were measured on an H200"
+    if gpu.capability in FAMILIES:
         return "note", "the kernels compile for it, but have never run on one: run tests/gpu first"
     if gpu.capability < (9, 0):
         return "fails", "the kernels read through Hopper's copy engine (TMA), which it does not have; use the CPU"
     return "fails", "its multiprocessors have too little shared memory for the kernels' tiles (197 KB); use the CPU"
+
+
+FAMILIES = {(9, 0): "Hopper", (10, 0): "Blackwell", (10, 3): "Blackwell"}
+FORMATS: dict[str, dict[str, tuple[State, str]]] = {
+    "Hopper": {
+        "BF16": ("works", "the default, multiplied as it is"),
+        "blockwise FP8": ("works", "multiplied in FP8, weight gradients in BF16 or, if asked for, in FP8"),
+        "MXFP8": (
+            "works",
+            "moved in MXFP8, then widened to BF16 and multiplied there, which is exact but for numbers at the ends of BF16's range",
+        ),
+    },
+    "Blackwell": {
+        "BF16": ("note", "compiles, has never run"),
+        "blockwise FP8": ("note", "compiles, has never run; weight gradients in BF16 or, if asked for, in FP8"),
+        "MXFP8": ("note", "compiles to tensor cores that take the scales themselves, has never run; weight gradients in BF16"),
+    },
+}  # fmt: skip
+
+
+def _judge_formats(facts: Facts) -> list[Finding]:
+    """What the routed experts' products can be in on these GPUs."""
+    families = dict.fromkeys(FAMILIES[gpu.capability] for gpu in facts.gpus if gpu.capability in FAMILIES)
+    return [Finding(name, state, f"on {family}: {text}") for family in families for name, (state, text) in FORMATS[family].items()]
 
 
 def _judge_gpus(facts: Facts) -> list[Finding]:
@@ -186,15 +218,21 @@ def _judge_gpus(facts: Facts) -> list[Finding]:
     return found
 
 
+def _listed(pairs: Sequence[str]) -> str:
+    return ", ".join(pairs[:6]) + (f" and {len(pairs) - 6} more" if len(pairs) > 6 else "")
+
+
 def _judge_peers(facts: Facts) -> list[Finding]:
     count = len(facts.gpus)
     if count < 2:
-        return [Finding("several ranks", "note", "one GPU: expert parallelism needs two or more; a layer without a group needs none of it")]
+        alone = "only one GPU: nothing to check"
+        subjects = [Finding(name, "note", alone) for name in ("peer access", "symmetric memory", "NVLink", "multicast")]
+        text = "expert parallelism needs two GPUs or more; a layer without a group needs none of what follows"
+        return [Finding("several ranks", "note", text), *subjects]
     found = []
     if facts.no_access:
-        pairs = ", ".join(f"{i}-{j}" for i, j in facts.no_access[:6])
-        more = f" and {len(facts.no_access) - 6} more" if len(facts.no_access) > 6 else ""
-        found.append(Finding("peer access", "fails", f"missing between GPUs {pairs}{more}: these cannot be in one expert-parallel group"))
+        pairs = _listed([f"{i}-{j}" for i, j in facts.no_access])
+        found.append(Finding("peer access", "fails", f"missing between GPUs {pairs}: these cannot be in one expert-parallel group"))
     else:
         found.append(Finding("peer access", "works", f"all {count} GPUs address each other's memory"))
     if not facts.nccl:
@@ -205,15 +243,22 @@ def _judge_peers(facts: Facts) -> list[Finding]:
         found.append(Finding("symmetric memory", "fails", f"the layer's ranks cannot see each other's memory: {facts.symmetric}"))
     else:
         found.append(Finding("symmetric memory", "works", f"rows and signals went between all {count} GPUs, with multicast off"))
-    if facts.copy_gbs:
-        slow, fast = min(facts.copy_gbs), max(facts.copy_gbs)
-        rate = f"{slow:g} GB/s" if slow == fast else f"{slow:g} to {fast:g} GB/s"
-        if slow < NVLINK_GBS:
-            text = f"{rate} to GPU 0 from the others is less than NVLink's: dispatch and combine will not hide behind the experts"
-            found.append(Finding("link", "note", text))
-        else:
-            found.append(Finding("link", "works", f"NVLink: {rate} to GPU 0 from the others, by the copy engine"))
-    return found
+    return [*found, _judge_link(facts.copies, count), _judge_multicast(facts)]
+
+
+def _judge_link(copies: Sequence[tuple[int, int, float]], count: int) -> Finding:
+    if not copies:
+        return Finding("NVLink", "note", "not tried")
+    rates = [rate for *_, rate in copies]
+    slow, fast = min(rates), max(rates)
+    rate = f"{slow:g} GB/s" if slow == fast else f"{slow:g} to {fast:g} GB/s"
+    between = f"between every two of {count} GPUs" if count <= MOST_GPUS else f"between neighbours of {count} GPUs"
+    short = [f"{source}-{target}" for source, target, rate_of in copies if rate_of < NVLINK_GBS]
+    if not short:
+        return Finding("NVLink", "works", f"{rate} {between}, in each direction, by the copy engine")
+    where = "all of them" if len(short) == len(copies) else _listed(short)
+    text = f"{rate} {between}, less than NVLink's ({where}): dispatch and combine will not hide behind the experts"
+    return Finding("NVLink", "note", text)
 
 
 def _judge_multicast(facts: Facts) -> Finding:
@@ -228,9 +273,11 @@ def _judge_multicast(facts: Facts) -> Finding:
 def judge(facts: Facts) -> list[Finding]:
     """What the facts mean, one finding per subject."""
     cpu = f"Python {facts.python}, torch {facts.torch}, {facts.cores} cores"
+    text = "the layer, forward and backward, and mok train run here, experts also in blockwise FP8 and MXFP8; ranks are processes over gloo"
     found = [
-        Finding("CPU", "works", f"{cpu}: the layer, forward and backward, and mok train run here; ranks are processes over gloo"),
+        Finding("CPU", "works", f"{cpu}: {text}"),
         *_judge_gpus(facts),
+        *_judge_formats(facts),
     ]
     if not _at_least(facts.torch, (2, 11)):
         found.append(Finding("torch", "fails", f"{facts.torch}: 2.11 or newer is needed"))
@@ -246,8 +293,6 @@ def judge(facts: Facts) -> list[Finding]:
         found.append(Finding("Triton", "works", f"{facts.triton} {text}"))
     if facts.gpus:
         found += _judge_peers(facts)
-    if len(facts.gpus) > 1:
-        found.append(_judge_multicast(facts))
     if not facts.matplotlib:
         found.append(Finding("plots", "note", "matplotlib is not installed: --plot and --png are refused; pip install matplotlib"))
     return found

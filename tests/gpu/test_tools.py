@@ -33,7 +33,9 @@ def test_the_doctor_finds_what_these_tests_need():
     assert len(facts.gpus) == GPUS and facts.triton
     assert not [finding for finding in findings if finding.state == "fails" and finding.name != "torch"]
     if GPUS > 1:
-        assert facts.symmetric == "" and all(rate > 1 for rate in facts.copy_gbs)
+        assert facts.symmetric == "" and [copy[:2] for copy in facts.copies] == doctor.copied(GPUS)
+        assert all(rate > 1 for *_, rate in facts.copies)
+    assert {finding.name for finding in findings} >= {"BF16", "blockwise FP8", "MXFP8", "NVLink", "multicast"}
 
 
 @pytest.mark.parametrize("changes", [{}, dict(programs_per_sm=1, num_sms=20, minibatch_tiles=4), dict(ring_tiles=16, minibatch_tiles=4)])
