@@ -154,7 +154,8 @@ def test_the_suite_scaling(one_thread, tmp_path, capsys):
 
 def test_a_suite_ends_at_its_limit(capsys):
     assert suites.main(["scaling", "--limit", "1e-9"]) == 1
-    assert "not measured: tiny, T=32: left out: the suite's 1e-09 seconds were over" in capsys.readouterr().out
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "not measured: tiny, T=32: left out: the suite's 1e-09 seconds were over", "no title of a table without lines"
 
 
 def test_a_wrong_layer_has_no_speed(one_thread, monkeypatch, capsys):
@@ -205,6 +206,19 @@ def test_a_suite_of_ranks_gets_its_options(monkeypatch, capsys):
     comm_line, overlap_line = ([*line[1:3], *line[5:]] for line in lines)
     assert comm_line == ["-m", "mok.bench.comm", "--parts", "pull", "--ranks", "2"]
     assert overlap_line == ["-m", "mok.bench.overlap", "--ranks", "4", "--shapes", "fine", "--limit", "9.0"]
+
+
+@pytest.mark.parametrize(
+    "suite, argument, message", [("overlap", "--shapes=huge", "must be some of tiny"), ("ep", "--ranks=9", "must divide")]
+)
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_a_suite_of_ranks_that_refuses_its_options_prints_no_table(tmp_path, capfd, suite, argument, message, more):
+    out = tmp_path / "a.json"
+    out.write_text("of an earlier run")
+    assert suites.main([suite, *argument.split("="), "--out", str(out), *more]) == 2
+    said = capfd.readouterr()
+    assert said.out == "" and f"{argument}: {message}" in said.err and "Traceback" not in said.err
+    assert out.read_text() == "of an earlier run"
 
 
 def test_shapes():
@@ -394,6 +408,10 @@ def test_a_bad_option_is_named(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for main, argument, message in (
         (ep.main, "--shapes=huge", "--shapes=huge: must be some of tiny"),
+        (ep.main, "--shapes=tiny,", "--shapes=: must be some of tiny"),
+        (ep.main, "--ranks=9", "--ranks=9: must divide the number of experts, E=8, of tiny"),
+        (ep.main, "--shapes=tiny,64x32x48x7x2", "--ranks=2: must divide the number of experts, E=7, of 64x32x48x7x2"),
+        (overlap.main, "--shapes=huge", "--shapes=huge: must be some of tiny"),
         (ep.main, "--directions=up", "--directions=up: must be some of fwd,bwd"),
         (comm.main, "--parts=pull,talk", "--parts=talk: must be some of pull"),
         (comm.main, "--hidden=1000", "--hidden=1000: must be a multiple of 1024"),
@@ -403,7 +421,12 @@ def test_a_bad_option_is_named(capsys, monkeypatch):
     ):
         with pytest.raises(SystemExit) as error:
             main([argument])
-        assert error.value.code == 2 and message in capsys.readouterr().err
+        assert error.value.code == 2 and message in capsys.readouterr().err, argument
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(SystemExit):
+        ep.main(["--ranks=2"])
+    assert "--ranks=3: must divide" in capsys.readouterr().err, "of a launcher's ranks"
 
 
 def test_every_way_moves_the_right_rows():

@@ -32,7 +32,7 @@ from mok.bench import checks, ranks, report, rivals
 from mok.bench.baselines import ExchangedLayer, dense_products
 from mok.bench.layers import NAMES, Batch, Changes, Turns, layer_class, make_batch, make_experts
 from mok.bench.shapes import SEVERAL_GPUS as SHAPES
-from mok.bench.shapes import TINY, Shape
+from mok.bench.shapes import TINY, Shape, choose
 from mok.bench.timing import medians
 from mok.bench.warm import warm
 from mok.quantize import Precision, Recipe
@@ -51,8 +51,7 @@ class Problem:
         self.recipe = Recipe(precision)
         self.shape, self.device, self.plans, self.turns = shape, device, plans, Turns(INPUT_SETS)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        if shape.E % self.size:
-            raise ValueError(f"E={shape.E}: must be a multiple of the number of ranks, {self.size}")
+        assert shape.E % self.size == 0, (shape, self.size)
         self.all_experts = make_experts(shape, device)
         local = local_experts(shape.E, self.size, self.rank)
         self.mine = slice(local.start, local.stop)
@@ -190,13 +189,13 @@ def line_of(row: dict[str, Any], error: float) -> str:
 
 
 def measure(options: argparse.Namespace, shapes: dict[str, Shape], device: torch.device) -> int:
-    """All shapes on this rank; rank 0 prints and writes. 1 if a check failed."""
+    """These shapes on this rank; rank 0 prints and writes. 1 if a check failed."""
     rows: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
     failed = 0
     directions = options.directions.split(",")
-    for name in options.shapes.split(",") if options.shapes else shapes:
-        problem = Problem(shapes[name], device, options.saved, options.padding, options.plans, options.precision)
+    for name, shape in shapes.items():
+        problem = Problem(shape, device, options.saved, options.padding, options.plans, options.precision)
         errors, problems = problem.check(directions)
         wrong = ranks.first_problem("; ".join(problems))
         if wrong:  # no speed of what is wrong
@@ -228,9 +227,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="mok.bench.ep", description=(__doc__ or "").partition("\n")[0])
     cuda = torch.cuda.is_available()
-    shapes = SHAPES if cuda else TINY
+    known = SHAPES if cuda else TINY
     parser.add_argument("--ranks", type=report.count, default=2, help="processes, one GPU each; a launcher's number wins")
-    parser.add_argument("--shapes", default="", help=f"some of {','.join(shapes)}; all by default")
+    parser.add_argument("--shapes", default="", help=f"some of {','.join(known)}, PRESET/RANKS, or TxHxIxExK; all known ones by default")
     parser.add_argument("--directions", default="fwd,bwd")
     parser.add_argument("--precision", choices=get_args(Precision), default="bf16", help="of the experts' products")
     parser.add_argument("--repeats", type=report.count, default=50)
@@ -241,9 +240,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--commit", default="", help="the commit measured, where there is no git repository")
     parser.add_argument("--out")
     options = parser.parse_args(arguments)
-    for name in filter(None, options.shapes.split(",")):
-        if name not in shapes:
-            parser.error(f"--shapes={name}: must be some of {','.join(shapes)}")
+    try:
+        shapes = choose(options.shapes or ",".join(known), known)
+    except ValueError as error:
+        parser.error(str(error))
+    size = int(os.environ["WORLD_SIZE"]) if ranks.launched() else options.ranks
+    for name, shape in shapes.items():
+        if shape.E % size:
+            parser.error(f"--ranks={size}: must divide the number of experts, E={shape.E}, of {name}")
     for direction in options.directions.split(","):
         if direction not in DIRECTIONS:
             parser.error(f"--directions={direction}: must be some of {','.join(DIRECTIONS)}")
@@ -251,8 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not ranks.launched():
         if cuda and torch.cuda.device_count() < options.ranks:
             parser.error(f"--ranks={options.ranks}: there are {torch.cuda.device_count()} GPUs")
-        chosen = [shapes[name] for name in (options.shapes.split(",") if options.shapes else shapes)]
-        warm(chosen, 0.4 * options.limit, options.ranks, options.precision)
+        warm(shapes.values(), 0.4 * options.limit, options.ranks, options.precision)
         return ranks.launch("mok.bench.ep", arguments, options.ranks, options.limit)
     rank, size, device = ranks.join(options.limit)
     if rank == 0:

@@ -395,12 +395,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         document = _in_process(parser, options)
     rows = document["rows"]
+    if code and not rows:
+        return code  # it has said why; what --out holds stays
     if options.out:
         Path(options.out).write_text(json.dumps(document, indent=1) + "\n")
     if options.json:
         print(json.dumps(document, indent=1))
     else:
-        report.print_table(f"{options.suite}: {report.headline()}", TABLES[options.suite](rows))
+        if rows:
+            report.print_table(f"{options.suite}: {report.headline()}", TABLES[options.suite](rows))
         for name, why in document.get("missing", {}).items():
             print(f"not measured: {name}: {why}")
     sys.stdout.flush()
