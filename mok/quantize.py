@@ -199,7 +199,7 @@ class Recipe:
     What is quantized is the value that the layer without a recipe has at that place: gate, up, h, d_gate, d_up and w h are rounded to the
     layer's dtype first. x and dY travel between ranks quantized. y, dX, the router, its weights' gradient (dHid . h, with h not quantized)
     and the shared experts are not quantized at all. On a GPU the quantized operands of a weight gradient, in "fp8" only, are rounded in
-    place and then multiplied in bf16, which holds their numbers: the same products, and not sooner.
+    place and then multiplied in bf16, which holds their numbers (at codes from 3 to 246): the same products, and not sooner.
 
     Under MXFP8 a weight has two quantized forms, one along each of its dimensions; under blockwise FP8 one serves both. Rows of an expert
     start at a tile and are filled up with zeros, so no block holds rows of two experts and no padding moves a scale; inside an expert they

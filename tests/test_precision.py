@@ -270,12 +270,14 @@ def test_weights_are_never_stale(precision):
     check()
     layer.up_EIH.detach().view(torch.int16).numpy()[0, ::3] ^= 0x40  # by other means than torch's
     check()
-    address = layer.gate_EIH.data_ptr()
-    for _ in range(100):  # new memory at the old address, where the allocator allows it
-        layer.gate_EIH = torch.nn.Parameter(torch.randn(4, 64, 64).bfloat16())
-        if layer.gate_EIH.data_ptr() == address:
-            break
-    check()
+    memory, addresses = bytearray(4 * 64 * 64 * 2), []
+    for _ in range(2):  # a new parameter in a new storage, at the old address
+        layer.gate_EIH = None
+        new = torch.frombuffer(memory, dtype=torch.bfloat16).view(4, 64, 64)
+        layer.gate_EIH = torch.nn.Parameter(new.copy_(torch.randn(4, 64, 64)))
+        addresses.append((layer.gate_EIH.data_ptr(), layer.gate_EIH._version))
+        check()
+    assert addresses[0] == addresses[1]
     # between forward and backward too: the backward reads what the parameters hold then, or autograd refuses
     out = layer(x)
     with torch.no_grad():

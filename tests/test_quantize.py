@@ -55,6 +55,14 @@ def test_every_value_at_every_scale():
     assert torch.equal(in_fp32[finite].double(), got[finite])
 
 
+def test_bf16_holds_every_value_at_scales_from_3_to_246():
+    """And at every other scale there are some that it does not hold: below 2^-133, its least number, or from 2^128 on."""
+    values, scale = ALL_CODES.repeat(256, 1).view(E4M3), ALL_CODES[:, None].repeat(1, 8)
+    exact, narrow = (q.dequantize(values, scale, MX_ROW, dtype).double() for dtype in (torch.float64, torch.bfloat16))
+    held = (narrow == exact) | (narrow.isnan() & exact.isnan())
+    assert held.all(1).nonzero().flatten().tolist() == [*range(3, 247), 255]
+
+
 def test_scales_as_numbers():
     assert q.scale_to_float(ALL_CODES)[:255].tolist() == [2.0 ** (s - 127) for s in range(255)]
     assert q.scale_to_float(ALL_CODES)[255].isnan()
@@ -230,7 +238,26 @@ def test_strides_and_padding_do_not_matter():
         a, b = q.quantize(big[::2, 100:228], block), q.quantize(big[::2, 100:228].clone(), block)
         assert torch.equal(a.values.view(torch.uint8), b.values.view(torch.uint8)) and torch.equal(a.scale, b.scale)
         short, long = q.quantize(big[:50, 100:228], block), q.quantize(torch.cat([big[:50, 100:228], big[:6, 100:228] * 0]), block)
-        assert torch.equal(short.scale, long.scale[: short.scale.shape[0]]) or block[0] == 1
+        assert torch.equal(short.scale, long.scale[: short.scale.shape[0]])
+        assert torch.equal(short.values.view(torch.uint8), long.values[:50].view(torch.uint8))
+
+
+@pytest.mark.parametrize("filling", [1e30, math.nan])
+def test_what_fills_other_blocks_moves_nothing(filling):
+    """Rows beside those of a block along rows, columns beside those of a block along columns, and whole blocks of every kind."""
+    x = torch.randn(256, 384).bfloat16()
+    for block in BLOCKS:
+        filled = x.clone()
+        filled[128:] = filled[:, 256:] = filling
+        if block[0] == 1:
+            filled[1::2] = filling
+        if block[1] == 1:
+            filled[:, 1::2] = filling
+        valid = filled == x
+        want, got = q.quantize(x, block), q.quantize(filled, block)
+        assert torch.equal(got.values.view(torch.uint8)[valid], want.values.view(torch.uint8)[valid]), block
+        whole = valid[:: block[0], :: block[1]]
+        assert torch.equal(got.scale[whole], want.scale[whole]) and whole.sum() >= 2, block
 
 
 def test_a_row_of_blockwise_fp8_is_mxfp8():
@@ -367,8 +394,11 @@ def test_a_checkpoint_there_and_back():
 
 def test_same_bits_as_torchao():
     """Rounding the scale up is its mode RCEIL. It differs on purpose for Inf (a finite stand-in there) and below 448 * 2^-127 (zeros)."""
-    formats = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
-    up = pytest.importorskip("torchao.prototype.mx_formats.config").ScaleCalculationMode.RCEIL
+    from torchao.prototype.mx_formats import mx_tensor as formats
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.utils import to_blocked as blocked
+
+    up = ScaleCalculationMode.RCEIL
     x = torch.cat([torch.randn(512, 256), torch.randn(512, 256) * torch.randn(512, 256).mul(20).exp(), weight(512, 256)]).bfloat16()
     every = torch.arange(0x7F80, dtype=torch.int32)[:, None].repeat(1, 32).to(torch.int16).view(torch.bfloat16)
     every = every[every[:, 0].double() > 448 * 2.0**-127]
@@ -384,6 +414,5 @@ def test_same_bits_as_torchao():
         assert torch.equal(got.values.view(torch.uint8)[there], values.view(torch.uint8).view(got.values.shape)[there])
         columns = q.quantize(part.T, MX_COLUMN)
         assert torch.equal(columns.scale.T, got.scale)
-    blocked = pytest.importorskip("torchao.prototype.mx_formats.utils").to_blocked
     scale = torch.randint(0, 256, (300, 20), dtype=torch.uint8)
     assert torch.equal(q.to_tcgen05(scale).flatten(), blocked(scale).flatten())

@@ -10,7 +10,7 @@ least two groups before, which is free when that group is done. Signals, one cou
     group_ready[group]: the same, over all tiles of the group;  group_done[group]: compute tasks done.
 
 With MXFP8, dY and x arrive as E4M3 and codes and are widened by the pull; the weights, and what d_x reads of d_gate and d_up, are numbers
-of MXFP8, too, all in bf16, which holds them exactly. Weights' gradients read d_gate and d_up as they are.
+of MXFP8, too, all in bf16 (`launch_mxfp8.py` says how far). Weights' gradients read d_gate and d_up as they are.
 
 Legend: T tokens of this rank, H hidden, I intermediate, S width of the shared experts, L experts of this rank, K choices per token,
 R ranks.

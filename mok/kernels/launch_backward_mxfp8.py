@@ -2,7 +2,7 @@
 
 The form of the weights says what multiplies, as in `launch_mxfp8.py`:
     `MxTransposed`, E4M3 values with codes: tensor cores that multiply by scales (Blackwell), by `backward_mxfp8.py`.
-    `WideTransposed`, the same numbers as bf16, which holds them exactly: any tensor cores, by `backward.py`.
+    `WideTransposed`, the same numbers as bf16: any tensor cores, by `backward.py`.
 
 Legend: T tokens of this rank, H hidden, I intermediate, L experts of this rank, K choices per token, R ranks, S width of the shared
 experts, C rows whose gate and up were saved.

@@ -2,8 +2,9 @@
 
 The form of the weights says what multiplies:
     `MxExperts`, E4M3 values with codes: tensor cores that multiply by scales (Blackwell), by `forward_mxfp8.py`.
-    `WideExperts`, the same numbers as bf16, which holds them exactly: any tensor cores, by `forward.py`.
-Both have the same wire, E4M3 and codes, and the same arithmetic but for the order of sums.
+    `WideExperts`, the same numbers as bf16: any tensor cores, by `forward.py`.
+bf16 holds every number of MXFP8 whose code is from 3 to 246 (scales from 2^-124 to 2^119). Below, bits under 2^-133 are rounded off; above,
+what reaches 2^128 becomes Inf. Both forms have the same wire, E4M3 and codes, and the same arithmetic but for the order of sums.
 
 Legend: T tokens of this rank, H hidden, I intermediate, L experts of this rank, K choices per token.
 """

@@ -201,7 +201,8 @@ def snap_kernel(
 
 
 def snap(x: Tensor, block: Block, count: Tensor | None = None, least: int = 0) -> Tensor:
-    """bf16 x [..., M, N] -> the numbers that its quantized form stands for, which bf16 holds exactly. count, least: as `quantize`."""
+    """bf16 x [..., M, N] -> the numbers that its quantized form stands for, in bf16 (exact or not: as `widen`). count, least: as
+    `quantize`."""
     x = x.detach().contiguous()
     out = torch.empty_like(x)
     rows, columns = x.shape[-2:]
@@ -237,8 +238,10 @@ def widen_kernel(
 
 
 def widen(values: Tensor, scale: Tensor, block: Block, count: Tensor | None = None, least: int = 0) -> Tensor:
-    """E4M3 values [..., M, N] and plain codes of blocks within rows -> the numbers they stand for in bf16, which holds them exactly.
-    count, least: as `quantize`."""
+    """E4M3 values [..., M, N] and plain codes of blocks within rows -> the numbers they stand for in bf16.
+
+    Exact for codes from 3 to 246, and NaN for 255. At codes 0 to 2 numbers below 2^-126 are rounded where they have bits below 2^-133; at
+    247 to 254 those from 2^128 on become Inf. count, least: as `quantize`."""
     out = torch.empty(values.shape, dtype=torch.bfloat16, device=values.device)
     rows, columns = values.shape[-2:]
     tiles = math.prod(values.shape[:-2]) * triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE)
