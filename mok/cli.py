@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -158,6 +158,32 @@ def doctor(
     else:
         report.print_table("", [{"": finding.state, "of": finding.name, "here": finding.text} for finding in findings])
     raise typer.Exit(int(any(finding.state == "fails" for finding in findings)))
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A safetensors file.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.")],
+    to: Annotated[str, typer.Option(help="The weights' new format: mxfp8 (1 x 32), fp8 (128 x 128), or bf16.")],
+    suffix: Annotated[str, typer.Option(help="The scale of a weight NAME is called NAME and this.")] = "_scale",
+    quantize: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Also quantize floating-point tensors with such names, as *_EIH; may be given repeatedly."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
+) -> None:
+    """Write a checkpoint's quantized weights in another format, and say what could not be kept. All else is copied."""
+    from mok import convert as files
+    from mok.bench import report
+
+    try:
+        made, others = files.convert_file(source, target, cast(Any, to), suffix=suffix, patterns=quantize or (), force=force)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    report.print_table("", files.table(made, cast(Any, to)))
+    kept = sum(not one.report.changed for one in made)
+    print(f"{target}: {len(made)} weights in {to}, {kept} of them without any loss; {others} other tensors copied")
 
 
 # These read their own options: their ranks are processes that are started with the same ones.

@@ -33,6 +33,7 @@ Legend: M rows, N columns of the last two dimensions, E experts.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -339,20 +340,31 @@ def convert(values: Tensor, scale: Tensor, to: WeightFormat, name: str = "weight
     """
     if to not in WEIGHT_BLOCKS:
         raise ValueError(f"to={to!r}: must be one of {', '.join(WEIGHT_BLOCKS)}")
-    fitting = [block for block in WEIGHT_BLOCKS.values() if scale_shape(values.shape, block) == tuple(scale.shape)]
-    if not fitting:
-        shapes = " or ".join(str(scale_shape(values.shape, block)) for block in WEIGHT_BLOCKS.values())
-        raise ValueError(f"{name}: scale has shape {tuple(scale.shape)}: must be {shapes} for values {tuple(values.shape)}")
-    old = dequantize(values, scale, fitting[0], torch.float64)
+    block = WEIGHT_BLOCKS[weight_format(values.shape, scale.shape, name)]
+    old = dequantize(values, scale, block, torch.float64)
     new = quantize(old, WEIGHT_BLOCKS[to])
     code = _code_of(scale) if scale.dtype == torch.float32 else scale.view(torch.uint8).to(torch.int32)
-    code = _expanded(code, fitting[0], values.shape)
+    code = _expanded(code, block, values.shape)
     most = _blocked(code + 1, WEIGHT_BLOCKS[to]).amax((-3, -1)) - 1
     least = E8M0_NAN - _blocked(E8M0_NAN - code, WEIGHT_BLOCKS[to]).amax((-3, -1))
     kept = (most == least) & (least >= 0)  # one scale for the whole block
     bits = torch.where(_expanded(kept, WEIGHT_BLOCKS[to], values.shape), values.view(torch.uint8), new.values.view(torch.uint8))
     new = Quantized(bits.view(E4M3), torch.where(kept, least, new.scale).to(torch.uint8))
-    return new, _compare(name, old, dequantize(*new, WEIGHT_BLOCKS[to], torch.float64))
+    return new, compare(name, old, dequantize(*new, WEIGHT_BLOCKS[to], torch.float64))
+
+
+def weight_format(values: Sequence[int], scale: Sequence[int], name: str = "weight") -> WeightFormat:
+    """The format of a stored weight, told by the shapes of its values and of its scale.
+
+    Raises:
+        ValueError: they fit neither format.
+    """
+    shapes = {name: scale_shape(tuple(values), block) for name, block in WEIGHT_BLOCKS.items()} if len(values) > 1 else {}
+    fitting = [name for name, shape in shapes.items() if shape == tuple(scale)]
+    if not fitting:
+        wanted = " or ".join(map(str, shapes.values())) or "of a weight with two dimensions or more"
+        raise ValueError(f"{name}: scale has shape {tuple(scale)}: must be {wanted} for values {tuple(values)}")
+    return fitting[0]
 
 
 def convert_checkpoint(
@@ -381,7 +393,8 @@ def _expanded(per_block: Tensor, block: Block, shape: tuple[int, ...] | torch.Si
     return per_block
 
 
-def _compare(name: str, old: Tensor, new: Tensor) -> Conversion:
+def compare(name: str, old: Tensor, new: Tensor) -> Conversion:
+    """What became of the elements of a tensor, both in fp64."""
     changed = (old != new) & ~(old.isnan() & new.isnan())
     error = ((new - old) / old)[changed].abs().nan_to_num(nan=torch.inf)
     return Conversion(name, old.numel(), int(changed.sum()), float(error.max()) if len(error) else 0.0)
