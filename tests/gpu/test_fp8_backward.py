@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 
@@ -13,12 +14,13 @@ if not torch.cuda.is_available():
 
 sys.path.insert(0, os.path.dirname(__file__))
 
+import virtual_backward
 from virtual import DEVICE, Problem, poison_workspace
 from virtual_backward import Fp8Group, expected, make_d_y, many_rows
 
 import mok
-from mok.kernels import launch
-from mok.kernels.launch import ForwardPlan
+from mok.kernels import launch, launch_backward_fp8
+from mok.kernels.launch import ForwardPlan, Workspace
 from mok.kernels.launch_backward import BackwardPlan, Needs
 from mok.quantize import FP8_ROW, Recipe, dequantize, quantize
 
@@ -129,6 +131,90 @@ def test_stage_by_stage(sizes):
         assert relative(d_x[mine], dequantized[0][mine] @ gate_w + dequantized[1][mine] @ up_w) < 5e-3, "d_x"
         for gradient, a, b in zip(got.experts, (d_gate, d_up, dy), (x, x, of("h_ring", p.width)[0]), strict=True):
             assert relative(gradient[e], a[mine].double().T @ b[mine].double()) < 1e-2
+
+
+COUNTS = {"no multiples of 32": [44, 1, 31, 33, 32, 0, 95, 20], "multiples of 128": [256, 128, 128, 256, 0, 0, 0, 0]}
+MASKED = 16  # tokens without an expert, the last ones
+
+
+def of_counts(counts: list[int]) -> tuple[Problem, torch.Tensor]:
+    """Every expert has its count of tokens, whose second slot is masked. A column of x and one of dY are zeros."""
+    tokens = sum(counts)
+    problem = Problem(tokens + MASKED, 1024, 512, len(counts), 2)
+    ids = torch.arange(len(counts), device=DEVICE).repeat_interleave(torch.tensor(counts, device=DEVICE))
+    problem.ids_TK[:] = -1
+    problem.ids_TK[:tokens, 0] = ids[torch.randperm(tokens, device=DEVICE)]
+    problem.weights_TK[problem.ids_TK < 0] = float("nan")
+    d_y = make_d_y(problem)
+    problem.x_TH[:, 5], d_y[:, 9] = 0.0, 0.0
+    return problem, d_y
+
+
+def large_workspace(workspace: Workspace) -> None:
+    """In place of NaN, which shows wherever it comes: large numbers, which would only move a scale."""
+    for name, buffer in (*workspace.memory.own.items(), *workspace.scratch.items()):
+        if buffer.is_floating_point():
+            buffer.fill_(1e30)
+        elif buffer.dtype == torch.uint8:
+            buffer.fill_(247 if "scale" in name else 0x7E)  # the largest finite E4M3, at the largest scale of a finite bf16
+
+
+def large_memory() -> None:
+    blocks = [torch.full((2**n,), 1e30, device=DEVICE) for n in range(6, 20) for _ in range(3)]
+    del blocks
+
+
+def check_counts(group_of, counts: list[int], want, monkeypatch) -> None:
+    """Near what is wanted, of (problem, dY), the same again whatever the timing, what memory holds, and masked tokens; and an expert's
+    gradients depend on its own tokens alone. Two ranks."""
+    problem, d_y = of_counts(counts)
+    first = group_of(problem, d_y, 2).run()
+    assert_near(first, want(problem, d_y))
+    assert not first["gate"][:, :, 5].any() and not first["up"][:, :, 5].any() and not first["down"][:, 9].any()
+    for name in ("gate", "up", "down"):
+        assert [bool(grad.any()) for grad in first[name]] == [count > 0 for count in counts], name
+    group = group_of(problem, d_y, 2)
+    for repeat in range(5):
+        equal(group.run(delay=True), first, repeat)
+    with monkeypatch.context() as patch:
+        patch.setattr(virtual_backward, "poison_workspace", large_workspace)
+        patch.setattr(virtual_backward, "poison", large_memory)
+        equal(group.run(), first, "large numbers in all memory")
+    for masked in (1e30, float("nan")):
+        problem.x_TH[-MASKED:], d_y[-MASKED:] = masked, masked
+        equal(group_of(problem, d_y, 2).run(), first, masked)
+    changed = problem.ids_TK[:, 0] == 3
+    problem.x_TH[changed] = torch.randn_like(problem.x_TH[changed]) * 100
+    d_y[changed] = torch.randn_like(d_y[changed]) * 1e-3
+    got = group_of(problem, d_y, 2).run()
+    for name in ("gate", "up", "down"):
+        assert [torch.equal(a, b) for a, b in zip(got[name], first[name], strict=True)] == [e != 3 for e in range(len(counts))], name
+    for name in ("out", "d_x", "d_weights"):
+        assert torch.equal(got[name][~changed], first[name][~changed]) and not torch.equal(got[name], first[name]), name
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_no_block_crosses_an_expert(counts, monkeypatch):
+    check_counts(Fp8Group, counts, lambda problem, d_y: expected(problem, d_y, RECIPE), monkeypatch)
+
+
+class QuantizedGradients(Fp8Group):
+    """Weights' gradients from quantized operands, in blocks of 128 rows of an expert."""
+
+    backward = staticmethod(functools.partial(launch_backward_fp8.backward, quantized_weight_gradients=True))
+
+
+def of_the_executor(problem: Problem, d_y: torch.Tensor) -> dict[str, torch.Tensor]:
+    """`expected`, with the weights' gradients of the CPU's executor from quantized operands."""
+    tensors = (problem.x_TH, problem.weights_TK, problem.gate, problem.up, problem.down)
+    x, weights, *experts = (t.to("cpu", copy=True).requires_grad_() for t in tensors)
+    mok.moe(x, problem.ids_TK.cpu(), weights, *experts, precision="fp8", quantized_weight_gradients=True).backward(d_y.cpu())
+    return expected(problem, d_y, RECIPE) | {n: w.grad.to(DEVICE) for n, w in zip(("gate", "up", "down"), experts, strict=True)}
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_no_block_of_quantized_weight_gradients_crosses_an_expert(counts, monkeypatch):
+    check_counts(QuantizedGradients, counts, of_the_executor, monkeypatch)
 
 
 def test_every_scale_counts():
@@ -379,12 +465,13 @@ def test_weights_are_never_stale(precision, sharded, tmp_path):
         local(layer.up_EIH).data.mul_(2)
         check()
         if not sharded:
-            address = layer.gate_EIH.data_ptr()
-            layer.gate_EIH = None
-            layer.gate_EIH = torch.nn.Parameter(torch.randn(4, 128, 256, device="cuda").bfloat16())
-            if layer.gate_EIH.data_ptr() != address:  # the allocator gave another place: put new numbers at the old one
-                layer.gate_EIH.data.normal_()
-            check()
+            memory, addresses = torch.empty(4, 128, 256, dtype=torch.bfloat16, device="cuda"), []
+            for _ in range(2):  # a new parameter at the old address
+                layer.gate_EIH = None
+                layer.gate_EIH = torch.nn.Parameter(memory.normal_().data)
+                addresses.append((layer.gate_EIH.data_ptr(), layer.gate_EIH._version))
+                check()
+            assert addresses[0] == addresses[1]
     finally:
         if sharded:
             torch.distributed.destroy_process_group()

@@ -92,6 +92,19 @@ def test_widening(block):
     assert torch.equal(kernels.widen(values.cuda(), scale.cuda(), block).cpu().nan_to_num(nan=-77.0), want.nan_to_num(nan=-77.0))
 
 
+@pytest.mark.parametrize("block", [MX_ROW, FP8_ROW])
+def test_bf16_holds_every_number_of_the_codes_from_3_to_246(block):
+    """Widened it is the number in fp64; and such numbers are what they become when they are snapped."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = codes.clone()
+    values[[0x7F, 0xFF]] = 0x7E  # NaN
+    values, scale = values.repeat(244, 1).view(torch.float8_e4m3fn), codes[3:247, None].repeat(1, 256 // block[1])
+    exact = dequantize(values, scale, block, torch.float64)
+    numbers = kernels.widen(values.cuda(), scale.cuda(), block)
+    assert torch.equal(numbers.cpu().double(), exact)
+    assert torch.equal(kernels.snap(numbers, block), numbers)
+
+
 def test_the_number_of_rows_does_not_recompile():
     """Nor does the stride of a single one."""
     before = None
