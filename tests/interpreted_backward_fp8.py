@@ -26,6 +26,7 @@ from interpreted_cases import BLOCK, CPU, make_schedules, shared
 import interpreted_fp8
 import torch
 from interpret import run_cases, run_concurrently
+from interpreted_fp8 import LARGE, NAN, Filling
 from torch import Tensor
 
 from mok import schedule as host_schedule
@@ -42,7 +43,7 @@ from mok.kernels.launch_backward_fp8 import TransposedExperts
 from mok.kernels.launch_fp8 import QuantizedExperts
 from mok.ops import Inputs, run_backward
 from mok.ops import Problem as HostProblem
-from mok.quantize import E4M3_NAN, E8M0_NAN, FP8_ROW, Recipe
+from mok.quantize import FP8_ROW, Recipe
 
 PLAN = BackwardPlan(num_sms=2, ring_tiles=4, group_tiles=1, parts=2, run=2, block_m=BLOCK, block_k=BLOCK // 2, block_h=64, num_warps=1)
 ALL = Needs()
@@ -65,16 +66,16 @@ def expected(
     return Result(d_x, d_weights, *experts, shared_grads)
 
 
-def make_workspaces(problem: Problem, ranks: int) -> list[Workspace]:
+def make_workspaces(problem: Problem, ranks: int, filling: Filling = NAN) -> list[Workspace]:
     most = max(part.stop - part.start for part in problem.split(ranks))
     layout = memory.quantized_backward_regions(most, problem.hidden, problem.experts, problem.top_k, ranks)
     views = memory.virtual_memory(layout, ranks, CPU)
     for view in views:
         for name in ("combine", "x", "weights", "d_weights"):
-            view.own[name].fill_(float("nan"))
+            view.own[name].fill_(filling.number)
         for name in ("x", "d_y"):
-            view.own[f"{name}_e4m3"].fill_(E4M3_NAN)
-            view.own[f"{name}_scale"].fill_(E8M0_NAN)
+            view.own[f"{name}_e4m3"].fill_(filling.value)
+            view.own[f"{name}_scale"].fill_(filling.code)
     return [Workspace(view, most, problem.hidden, problem.top_k, CPU, 120.0, num_sms=2) for view in views]
 
 
@@ -88,10 +89,10 @@ def nothing_saved(problem: Problem, part: slice) -> Saved:
 def run(
     problem: Problem, d_y: Tensor, ranks: int = 1, plan: BackwardPlan = PLAN, needs: Needs = ALL, clamp: float | None = None,
     shared_clamp: float | None = None, saved: list[Saved] | None = None, mains: tuple[Tensor, ...] | None = None,
-    shared_mains: tuple[Tensor, ...] | None = None, quantized_weight_gradients: bool = False, **disturb,
+    shared_mains: tuple[Tensor, ...] | None = None, quantized_weight_gradients: bool = False, filling: Filling = NAN, **disturb,
 ) -> Result:  # fmt: skip
     """The whole backward on R virtual ranks, the programs of all ranks at the same time. `saved`, one per rank, is taken from a forward."""
-    workspaces = make_workspaces(problem, ranks)
+    workspaces = make_workspaces(problem, ranks, filling)
     schedules = make_schedules(problem, workspaces, plan.block_m)
     calls, of_shared = [], []
     for workspace, rows, part in zip(workspaces, schedules, problem.split(ranks), strict=True):
@@ -106,7 +107,7 @@ def run(
                 workspace, rows, kept, dy, x, weights, problem.shared, shared_clamp, needs, shared_mains, plan
             )  # fmt: skip
             assert call.kernel["PARTS"] > 0, "pull tasks of no rows do not compile"
-            share(workspace, call)
+            share(workspace, call, filling)
             call.order.write(2)
             run_concurrently(backward_kernel, plan.num_sms, [call.kernel])
             of_shared.append(call)
@@ -114,7 +115,7 @@ def run(
             workspace, rows, kept, weights, problem.gate_EIH[mine], problem.up_EIH[mine], problem.down_EHI[mine], clamp, needs,
             tuple(m[mine] for m in mains) if mains else None, plan, quantized_weight_gradients=quantized_weight_gradients,
         )  # fmt: skip
-        share(workspace, call)
+        share(workspace, call, filling)
         call.order.write(2)
         assert call.kernel["PARTS"] > 0
         calls.append(call)
@@ -137,9 +138,9 @@ def run(
     return Result(join([p.d_x_TH for p in parts]), join([p.d_weights_TK for p in parts]), *experts, shared_grads)
 
 
-def share(workspace: Workspace, call) -> None:
-    """The programs are processes: what they write must be shared; and it holds NaN."""
-    interpreted_fp8.share(workspace, *(call.experts or ()), *(call.shared or ()), call.shared_d_x)
+def share(workspace: Workspace, call, filling: Filling = NAN) -> None:
+    """The programs are processes: what they write must be shared; and it is filled."""
+    interpreted_fp8.share(workspace, *(call.experts or ()), *(call.shared or ()), call.shared_d_x, filling=filling)
 
 
 def saved_by_forward(problem: Problem, rows: int, ranks: int = 1, clamp: float | None = None, plan=interpreted_fp8.PLAN) -> list[Saved]:
@@ -254,6 +255,43 @@ def case_quantized_weight_gradients():
     saved = saved_by_forward(problem, 1024, 2, None, forward)
     got = run(problem, d_y, 2, replace(tall, ring_tiles=2, parts=4), saved=saved, quantized_weight_gradients=True)
     assert_equal(got, first, "two ranks")
+
+
+COUNTS = [44, 1, 31, 33, 32, 0, 95, 20]
+MASKED = 4  # tokens without an expert, the last ones
+
+
+def check_counts(run_, problem: Problem, want) -> None:
+    """Every expert has its count of tokens. The same bits with large numbers in memory and in masked tokens; of one expert's tokens the
+    gradients of no other expert know, nor of NaN in masked tokens. run_(dY, filling), and want(dY)."""
+    tokens = sum(COUNTS)
+    ids = torch.repeat_interleave(torch.arange(len(COUNTS)), torch.tensor(COUNTS))
+    problem.ids_TK.fill_(-1)
+    problem.ids_TK[:tokens, 0] = ids[torch.randperm(tokens, generator=torch.Generator().manual_seed(13))]
+    problem.weights_TK = torch.rand(problem.ids_TK.shape) + 0.5
+    d_y = make_d_y(problem)
+    first = run_(d_y, NAN)
+    assert_near(first, want(d_y), 1e-3)
+    problem.x_TH[-MASKED:], d_y[-MASKED:] = 1e30, 1e30
+    assert_equal(run_(d_y, LARGE), first, "large numbers")
+    problem.x_TH[-MASKED:], d_y[-MASKED:] = float("nan"), float("nan")
+    changed = problem.ids_TK[:, 0] == 3
+    problem.x_TH[changed] *= 100
+    d_y[changed] *= 1e-3
+    got = run_(d_y, NAN)
+    for name in ("gate", "up", "down"):
+        same = [torch.equal(a, b) for a, b in zip(getattr(got, name), getattr(first, name), strict=True)]
+        assert same == [e != 3 for e in range(len(COUNTS))], name
+    assert torch.equal(got.d_x[~changed], first.d_x[~changed]) and torch.equal(got.d_weights[~changed], first.d_weights[~changed])
+
+
+def case_no_block_crosses_an_expert():
+    problem = Problem(13, sum(COUNTS) + MASKED, 144, 32, len(COUNTS), 1, masked=0.0)
+    tall = replace(PLAN, block_m=128, block_k=64, ring_tiles=16)
+    check_counts(
+        lambda d_y, filling: run(problem, d_y, plan=tall, quantized_weight_gradients=True, filling=filling), problem,
+        lambda d_y: expected(problem, d_y, quantized_weight_gradients=True),
+    )  # fmt: skip
 
 
 def case_needs():

@@ -29,6 +29,8 @@ import interpreted_fp8
 import interpreted_mxfp8
 import torch
 from interpret import run_cases, run_concurrently
+from interpreted_backward_fp8 import COUNTS, MASKED, check_counts
+from interpreted_fp8 import NAN, Filling
 from torch import Tensor
 
 from mok import schedule as host_schedule
@@ -45,7 +47,7 @@ from mok.kernels.launch_backward_mxfp8 import MxTransposed, WideTransposed
 from mok.kernels.launch_mxfp8 import WideExperts
 from mok.ops import Inputs, run_backward
 from mok.ops import Problem as HostProblem
-from mok.quantize import E4M3_NAN, E8M0_NAN, MX_ROW, Recipe, dequantize, from_tcgen05, quantize
+from mok.quantize import MX_ROW, Recipe, dequantize, from_tcgen05, quantize
 
 RECIPE = Recipe("mxfp8")
 PLAN = replace(SMALL, block_m=32, block_n=64, block_k=16, slice=32, block_h=64, run=1)
@@ -70,33 +72,33 @@ def expected(problem: Problem, d_y: Tensor, clamp: float | None = None, shared_c
     return Result(d_x, d_weights, *experts, shared_grads)
 
 
-def make_workspaces(problem: Problem, ranks: int) -> list[Workspace]:
+def make_workspaces(problem: Problem, ranks: int, filling: Filling = NAN) -> list[Workspace]:
     most = max(part.stop - part.start for part in problem.split(ranks))
     layout = memory.layer_regions("mxfp8", most, problem.hidden, problem.experts, problem.top_k, ranks)
     views = memory.virtual_memory(layout, ranks, CPU)
     for view in views:
         for name in ("combine", "x", "weights", "d_weights"):
-            view.own[name].fill_(float("nan"))
+            view.own[name].fill_(filling.number)
         for name in ("x", "d_y"):
-            view.own[f"{name}_e4m3"].fill_(E4M3_NAN)
-            view.own[f"{name}_scale"].fill_(E8M0_NAN)
+            view.own[f"{name}_e4m3"].fill_(filling.value)
+            view.own[f"{name}_scale"].fill_(filling.code)
     return [Workspace(view, most, problem.hidden, problem.top_k, CPU, 120.0, num_sms=2) for view in views]
 
 
-def share(workspace: Workspace, call: launch_backward.Call) -> None:
-    """The programs are processes: what they write must be shared; and it holds NaN."""
-    interpreted_fp8.share(workspace, *(call.experts or ()), *(call.shared or ()), call.shared_d_x)
+def share(workspace: Workspace, call: launch_backward.Call, filling: Filling = NAN) -> None:
+    """The programs are processes: what they write must be shared; and it is filled."""
+    interpreted_fp8.share(workspace, *(call.experts or ()), *(call.shared or ()), call.shared_d_x, filling=filling)
 
 
 def run(
     problem: Problem, d_y: Tensor, ranks: int = 1, plan: BackwardPlan | None = None, needs: Needs = ALL, clamp: float | None = None,
     shared_clamp: float | None = None, saved: list[Saved] | None = None, mains: tuple[Tensor, ...] | None = None,
-    shared_mains: tuple[Tensor, ...] | None = None, form: str = "wide", beforehand: bool = False, **disturb,
+    shared_mains: tuple[Tensor, ...] | None = None, form: str = "wide", beforehand: bool = False, filling: Filling = NAN, **disturb,
 ) -> Result:  # fmt: skip
     """The whole backward on R virtual ranks, the programs of all ranks at the same time. `saved`, one per rank, is taken from a forward.
     beforehand: in the form "scaled", gate and up for rows of which nothing was saved are given quantized."""
     plan, wide = plan or PLANS[form], form == "wide"
-    workspaces = make_workspaces(problem, ranks)
+    workspaces = make_workspaces(problem, ranks, filling)
     schedules = make_schedules(problem, workspaces, plan.block_m)
     calls, of_shared, alive = [], [], []  # a descriptor of two planes holds one of its two tensors
     for workspace, rows, part in zip(workspaces, schedules, problem.split(ranks), strict=True):
@@ -121,13 +123,13 @@ def run(
                 call = launch_backward_fp8.prepare_shared(
                     workspace, rows, kept, dy, x, weights, problem.shared, shared_clamp, needs, shared_mains, plan
                 )  # fmt: skip
-                share(workspace, call)
+                share(workspace, call, filling)
                 call.order.write(2)
                 run_concurrently(backward_kernel, plan.num_sms, [call.kernel])
                 of_shared.append(call)
             pairs = (quantize(experts[0], MX_ROW), quantize(experts[1], MX_ROW)) if beforehand else None
             call = launch_backward_mxfp8.prepare(workspace, rows, kept, weights, *experts, numbers, clamp, needs, of_experts, plan, pairs)
-        share(workspace, call)
+        share(workspace, call, filling)
         call.order.write(2)
         calls.append(call)
     run_concurrently(backward_kernel if wide else backward_mxfp8_kernel, plan.num_sms, [call.kernel for call in calls], **disturb)
@@ -264,6 +266,20 @@ def case_half_tiles():
             first = got
             assert_near(first, expected(problem, d_y, 0.5))
         assert_equal(got, first, (ranks, half_tiles, ring, kept))
+
+
+def case_no_block_crosses_an_expert():
+    problem = Problem(13, sum(COUNTS) + MASKED, 80, 48, len(COUNTS), 1, masked=0.0)
+    tall = replace(PLAN, block_m=128, block_k=64, ring_tiles=16)
+    check_counts(lambda d_y, filling: run(problem, d_y, plan=tall, filling=filling), problem, lambda d_y: expected(problem, d_y))
+
+
+def case_scaled_no_block_crosses_an_expert():
+    problem = Problem(13, sum(COUNTS) + MASKED, 80, 80, len(COUNTS), 1, masked=0.0)
+    tall = replace(TALL, ring_tiles=16)
+    check_counts(
+        lambda d_y, filling: run(problem, d_y, plan=tall, form="scaled", filling=filling), problem, lambda d_y: expected(problem, d_y)
+    )
 
 
 def case_needs():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import sys
+from typing import NamedTuple
 
 # isort: off
 from interpreted_cases import BLOCK, CPU, PLAN as SMALL, Problem, make_schedules, shared  # before triton: sets TRITON_INTERPRET
@@ -43,11 +44,24 @@ def make_workspaces(problem: Problem, ranks: int) -> list[Workspace]:
     return [Workspace(view, most, problem.hidden, problem.top_k, CPU, 120.0, num_sms=2) for view in views]
 
 
-def share(workspace: Workspace, *tensors: Tensor | None) -> None:
-    """The programs are processes: what they write must be shared; and it holds NaN."""
-    for tensor in [*workspace.scratch.values(), *tensors]:
+class Filling(NamedTuple):
+    """What memory holds before a call: floating-point numbers, E4M3 values, codes."""
+
+    number: float
+    value: int
+    code: int
+
+
+NAN = Filling(float("nan"), 0xFF, formats.E8M0_NAN)
+LARGE = Filling(1e30, 0x7E, 247)  # where NaN would show it only moves a scale
+
+
+def share(workspace: Workspace, *tensors: Tensor | None, filling: Filling = NAN) -> None:
+    """The programs are processes: what they write must be shared; and it is filled."""
+    for name, tensor in [*workspace.scratch.items(), *(("", tensor) for tensor in tensors)]:
         if tensor is not None:
-            tensor.share_memory_().fill_(float("nan") if tensor.is_floating_point() else 0xFF if tensor.dtype == torch.uint8 else 0)
+            small = 0 if tensor.dtype != torch.uint8 else filling.code if "scale" in name else filling.value
+            tensor.share_memory_().fill_(filling.number if tensor.is_floating_point() else small)
 
 
 def run_layer(

@@ -8,7 +8,7 @@ from scripts import cases_of, run_script, selected, thorough_but
 
 pytest.importorskip("triton")
 
-FIRST = ("near_the_executor", "ranks_and_ring", "quantized_weight_gradients", "special_values")
+FIRST = ("near_the_executor", "ranks_and_ring", "quantized_weight_gradients", "special_values", "no_block_crosses_an_expert")
 JOBS = (
     "plain 90", "runs 90", "quantized weight gradients 90", "frozen 90", "everything 90", "odd sizes added 90", "runs 100",
     "everything 100", "everything 103",

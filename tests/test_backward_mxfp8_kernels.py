@@ -8,7 +8,7 @@ from scripts import cases_of, run_script, selected, thorough_but
 
 pytest.importorskip("triton")
 
-FIRST = ("near_the_executor", "every_block_is_scaled")
+FIRST = ("near_the_executor", "every_block_is_scaled", "no_block_crosses_an_expert")
 JOBS = ("plain 100", "runs 100", "frozen 100", "everything 100", "odd sizes added 103")
 FIRST_JOBS = ("plain 100", "odd sizes added 103")
 
