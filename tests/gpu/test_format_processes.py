@@ -59,4 +59,4 @@ def test_two_processes_have_the_bits_of_one_rank(precision):
     for name, want in alone.items():
         assert torch.equal(torch.cat([part[name] for part in parts]), want), name
         distance = [float((want.double() - other[name].double()).norm() / want.double().norm()) for other in (near, far)]
-        assert distance[0] < 2.5e-2 < distance[1], (name, distance)
+        assert distance[0] < 4e-2 < distance[1], (name, distance)
