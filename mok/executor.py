@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +43,16 @@ def exact() -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(threads)
+
+
+watch: Callable[[int, str, int, int], None] | None = None
+"""Told (rank, step, first row, expert) when a step begins, which ends the one before; "ready": the step has what it waited for."""
+
+
+def _note(call: Call, step: str, row: int = 0, expert: int = 0) -> None:
+    """Tell who watches; a comparison where nobody does."""
+    if watch is not None:
+        watch(call.rank, step, row, expert)
 
 
 # ---- the product of a tile's rows ----
@@ -426,12 +436,15 @@ def publish(call: Call, shape: Shape, ids_TK: Tensor, values: dict[str, Tensor])
 
     Returns the schedule and the int64 counts [R, E] of every rank's routes.
     """
+    _note(call, "publish")
     routes = sort_routes(ids_TK, shape.num_experts)
     for name, value in {"counts": routes.counts, "order": routes.order, **values}.items():
         call.region(name).copy_(value)
     call.signal("published")
+    _note(call, "schedule")
     for peer in range(call.size):
         call.wait("published", peer, task="schedule")
+    _note(call, "ready")
     counts_RE = torch.stack([call.region("counts", peer) for peer in range(call.size)])
     orders = [call.region("order", peer) for peer in range(call.size)]
     return build_schedule(counts_RE, orders, local_experts(shape.num_experts, call.size, call.rank)), counts_RE
@@ -465,23 +478,30 @@ def forward(
     ring = Ring(rows_M, tuning, [*shape.operand("x"), Region("y", (rows_M, shape.hidden), dtype)])
     for task, rows in _run_through_ring(_minibatches(rows_M, tuning), ring):
         if task == "dispatch":
+            _note(call, "pull", rows.start)
             for region in shape.operand("x"):
                 dispatch(call, schedule, region.name, rows, shape.top_k, ring.slots(region.name, rows))
             continue
         y = ring.slots("y", rows)
         for e, tiles in _segments(schedule, rows):
+            _note(call, "weights", tiles.start, e)
             expert = Expert.of(gate_LIH[e], up_LIH[e], down_LHI[e], recipe)
             for row in tiles:
                 tile = slice(row, row + TILE_M)
+                _note(call, "up", row, e)
                 gate, up = expert.gate_up(ring.operand("x", tile, shape), dtype)
                 if row < saved:
                     gate_CI[tile], up_CI[tile] = gate, up
                 hidden = swiglu(gate.to(wide), up.to(wide), clamp).to(dtype).to(wide)
+                _note(call, "down", row, e)
                 ring.slots("y", tile)[:] = row_product(recipe.rows(hidden), expert.down, transposed=True)
+        _note(call, "push", rows.start)
         push(call, schedule, "y", rows, y)
     call.signal("pushed")
+    _note(call, "sum")
     for peer in range(call.size):
         call.wait("pushed", peer, task="combine")
+    _note(call, "ready")
     out = combine(call.region("y"), ids_TK, weights_TK, shared, wide).to(dtype)
     return out, gate_CI, up_CI, counts_RE
 
@@ -563,6 +583,7 @@ def backward(
     current: tuple[int, Expert, Expert, ExpertGradient | None] | None = None  # carried from minibatch to minibatch
     for task, rows in _run_through_ring(_minibatches(rows_M, tuning), ring):
         if task == "dispatch":
+            _note(call, "pull", rows.start)
             wanted = operands if needs.experts or rows.stop > saved else operands[len(shape.operand("x")) :]
             for region in wanted:
                 out = ring.slots(region.name, rows)
@@ -573,6 +594,7 @@ def backward(
             continue
         for e, tiles in _segments(schedule, rows):
             if current is None or current[0] != e:
+                _note(call, "weights", tiles.start, e)
                 retire(current)
                 expert = Expert.of(gate_LIH[e], up_LIH[e], down_LHI[e], recipe)
                 gate_IH, up_IH, down_HI = (weight[e] for weight in transposed_LIH or weights_LIH)
@@ -581,8 +603,11 @@ def backward(
             _, expert, transposed, gradient = current
             for row in tiles:
                 tile = slice(row, row + TILE_M)
+                _note(call, "hidden" if row < saved else "gate up", row, e)
                 x, d_y, w = ring.operand("x", tile, shape), ring.operand("d_y", tile, shape), ring.slots("weights", tile)
                 gate, up = (gate_CI[tile], up_CI[tile]) if row < saved else expert.gate_up(x, dtype)
+                if row >= saved:
+                    _note(call, "hidden", row, e)
                 gate, up = gate.to(wide), up.to(wide)
                 hidden = swiglu(gate, up, clamp).to(dtype).to(wide)
                 d_hidden = row_product(d_y, transposed.down)
@@ -591,19 +616,25 @@ def backward(
                 if needs.experts or needs.x:
                     d_gate, d_up = (t.to(dtype).to(wide) for t in swiglu_backward(gate, up, d_hidden * w, clamp))
                 if gradient is not None:
+                    _note(call, "d_weight", row, e)
                     weighted = (hidden * w).to(dtype).to(wide)
                     gradient.add_tile(*(recipe.columns(operand) for operand in (x, d_y, d_gate, d_up, weighted)))
                 if needs.x:
+                    _note(call, "d_x", row, e)
                     from_gate, from_up = row_product(recipe.rows(d_gate), transposed.gate), row_product(recipe.rows(d_up), transposed.up)
                     ring.slots("d_x", tile)[:] = from_gate + from_up
+        _note(call, "push", rows.start)
         if needs.x:
             push(call, schedule, "d_x", rows, ring.slots("d_x", rows))
         if needs.weights:
             push(call, schedule, "d_weights", rows, ring.slots("d_weights", rows)[:, 0])
+    _note(call, "weights")
     retire(current)
     call.signal("pushed")
+    _note(call, "sum")
     for peer in range(call.size):
         call.wait("pushed", peer, task="backward combine")
+    _note(call, "ready")
 
     d_x_TH = combine(call.region("d_x"), ids_TK, None, None, wide).to(dtype) if needs.x else None
     d_weights_TK = torch.where(ids_TK >= 0, call.region("d_weights").view(ids_TK.shape), 0) if needs.weights else None

@@ -2,14 +2,21 @@
 
     python -m mok trace --shapes qwen3-30b --out trace.json --png trace.png        # then https://ui.perfetto.dev opens trace.json
     python -m mok trace --ranks 2 --direction forward
+    python -m mok trace --ranks 2 --shapes 600x64x96x8x2        # without a GPU: the executor's steps
 
 A kernel compiled with TRACE notes for every task when it was begun, had what it waited for, had its sums, and was done
 (`mok.kernels.trace`). Here a task's time is cut at these moments: waiting, by the signal; work, by its kind, where the pushes of a down or
 d_x task, from its sums on, are the combine; and between two tasks nothing. What a program has before its first task and after its last one
 up to the kernel's end is the tail. So the shares add up to the programs' time, and their sum divided by the programs is the kernel's time.
+On the CPU a rank is one program, its tasks are the executor's steps (`mok.executor.watch`), and the time is that of the whole call.
 
 A multiprocessor's clock counts cycles from anywhere. A program's first reading of the wall clock, which ticks coarsely, places it, and the
-mean rate over all programs makes it nanoseconds. Ranks are laid side by side by the beginnings of their forwards, which follow a barrier.
+mean rate over all programs makes it nanoseconds. GPUs are laid side by side by the beginnings of their forwards, which follow a barrier;
+processes of the CPU by their one clock.
+
+Arrows go from the task that made a signal complete to the first one that had waited for it (`WAITS`). Between ranks they are those of the
+two states that a call has: "published", from a rank's first task to the first pull of each other one, and "pushed", from the last rank's
+last push to where the others may go on. On GPUs both are barriers outside the kernel, and what a rank waits at the second one is drawn.
 
 Legend: P programs, N tickets.
 """
@@ -19,21 +26,27 @@ from __future__ import annotations
 import argparse
 import collections
 import importlib.util
+import itertools
 import json
+import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mok import executor
 from mok.bench import ranks, report
-from mok.bench.layers import Batch, Changes, GpuLayer, make_batch, make_experts, plan_with
-from mok.bench.shapes import ONE_GPU, SEVERAL_GPUS, Shape, choose
+from mok.bench.layers import Batch, Changes, CpuLayer, GpuLayer, default_device, layer_class, make_batch, make_experts, plan_with
+from mok.bench.shapes import ONE_GPU, SEVERAL_GPUS, TINY, Shape, choose
+from mok.config import TILE_M
 from mok.quantize import Precision
 from mok.schedule import local_experts
 
@@ -47,8 +60,18 @@ class Kind(NamedTuple):
 
 
 SHARED = Kind("shared experts", "shared experts", "shared h")
+OF_CALLS = {  # the executor's alone; its other steps have the names of the kernels' tasks, and wait for nothing
+    "begin": Kind("agreement", "agreement", "nothing"),
+    "publish": Kind("publish", "publish", "nothing"),
+    "schedule": Kind("schedule", "schedule", "published"),
+    "weights": Kind("weights", "weights", "nothing"),
+    "push": Kind("combine", "combine", "nothing"),
+    "sum": Kind("combine", "combine", "pushed"),
+    "end": Kind("end", "end", "nothing"),
+}
 KINDS = {
     "forward": {
+        **OF_CALLS,
         "pull": Kind("dispatch", "dispatch", "a free place"),
         "up": Kind("up", "up", "x_ready"),
         "down": Kind("down", "combine", "h_ready"),
@@ -56,6 +79,7 @@ KINDS = {
         "shared down": SHARED,
     },
     "backward": {
+        **OF_CALLS,
         "pull": Kind("dispatch", "dispatch", "a free place"),
         "gate up": Kind("gate and up again", "gate and up again", "x_ready"),
         "hidden": Kind("hidden", "hidden", "x_ready or gate_ready"),
@@ -66,15 +90,44 @@ KINDS = {
         "shared d_weight": SHARED,
     },
 }
-# Whose last task of a tile lets which other tasks of the tile begin.
-LINKS = {
-    "forward": (("pull", "up", "x_ready"), ("up", "down", "h_ready")),
-    "backward": (("pull", "gate up", "x_ready"), ("gate up", "hidden", "gate_ready"), ("pull", "hidden", "x_ready"),
-                 ("hidden", "d_x", "d_gate_ready")),
-}  # fmt: skip
+
+
+class Wait(NamedTuple):
+    """Tasks of the kind `sink` wait for all tasks of the kinds `sources` whose `by` is their own `of` (columns of a Timeline), up to their
+    sums if the signal is given there."""
+
+    sources: tuple[str, ...]
+    sink: str
+    signal: str
+    by: str = "tile"
+    of: str = "tile"
+    at_sums: bool = False
+
+
+WAITS = {
+    "forward": (
+        Wait(("pull",), "up", "x_ready"),
+        Wait(("up",), "down", "h_ready"),
+        Wait(("up",), "pull", "a free place", of="frees"),
+        Wait(("down",), "up", "a free place of h", of="frees", at_sums=True),
+        Wait(("shared up",), "shared down", "shared h"),
+    ),
+    "backward": (
+        Wait(("pull",), "gate up", "x_ready"),
+        Wait(("gate up",), "hidden", "gate_ready"),
+        Wait(("pull",), "hidden", "x_ready"),
+        Wait(("hidden",), "d_x", "d_gate_ready"),
+        Wait(("hidden",), "d_weight", "group_ready", by="group", of="group"),
+        Wait(("gate up", "hidden", "d_x", "d_weight"), "pull", "a free place", by="group", of="frees"),
+        Wait(("gate up", "hidden", "d_x", "d_weight"), "d_weight", "memory for a cut sum", by="group", of="frees"),
+        Wait(("shared hidden",), "shared d_x", "shared h"),
+        Wait(("shared hidden",), "shared d_weight", "all of shared h", by="group", of="group"),
+    ),
+}
 COLORS = {
     "dispatch": "#1f77b4", "up": "#2ca02c", "down": "#98df8a", "combine": "#ff7f0e", "shared experts": "#9467bd", "hidden": "#2ca02c",
     "d_x": "#98df8a", "d_weight": "#bcbd22", "gate and up again": "#17becf", "waiting": "#d62728",
+    "schedule": "#8c564b", "publish": "#e377c2", "weights": "#c5b0d5", "agreement": "#7f7f7f",
 }  # fmt: skip
 
 
@@ -82,11 +135,14 @@ COLORS = {
 class Timeline:
     """One kernel on one rank. Times are float64 nanoseconds from the first program's begin; a moment that a task did not note is NaN.
 
-    kernel_ns: the kernel's time as the profiler has it; NaN if it was not measured.
+    kernel_ns: the kernel's time as the profiler has it, on the CPU the call's; NaN if it was not measured.
     origin_ns: the wall clock at the first program's begin, int.
     sm, begins, ends: [P], each program's multiprocessor, first and last moment.
     kind: [N] names, keys of KINDS[direction]; tile, part, expert, program: int64 [N].
     begin, ready, computed, done: [N].
+    group: [N], of a backward's tasks; 0 in a forward. frees: [N], the tile or, in a backward, the group that a task's place or memory must
+        be free of; -1 if none. None where they are not known.
+    device: "cuda" or "cpu".
     """
 
     direction: str
@@ -105,6 +161,9 @@ class Timeline:
     ready: Tensor
     computed: Tensor
     done: Tensor
+    group: Tensor | None = None
+    frees: Tensor | None = None
+    device: str = "cuda"
 
     @property
     def span_ns(self) -> float:
@@ -132,7 +191,7 @@ def _clocks(program: Tensor, cycles: Tensor, ns: Tensor) -> Callable[[Tensor, Te
 
 def timeline(
     direction: str, rank: int, words: Tensor, programs: int, kind: list[str], tile: Tensor, part: Tensor, expert: Tensor,
-    kernel_ns: float = float("nan"),
+    kernel_ns: float = float("nan"), group: Tensor | None = None, frees: Tensor | None = None,
 ) -> Timeline:  # fmt: skip
     """words: int64, as the kernel wrote them: P programs' records, then the tickets', of which the first len(kind) are used.
 
@@ -167,12 +226,12 @@ def timeline(
         direction, rank, kernel_ns, int(origin), of_program[:, record.SM.value], begins - begins.min(),
         ends - begins.min(),
         kind, tile, part, expert, program, moment(record.BEGIN.value), moment(record.READY.value), moment(record.COMPUTED.value),
-        moment(record.DONE.value),
+        moment(record.DONE.value), group, frees,
     )  # fmt: skip
 
 
-def forward_timeline(workspace: Any, words: Tensor, programs: int, kernel_ns: float = float("nan")) -> Timeline:
-    """The forward that a workspace ran last; words: its record, kept before anything else was traced there."""
+def forward_timeline(workspace: Any, words: Tensor, programs: int, kernel_ns: float = float("nan"), ring: int = 0) -> Timeline:
+    """The forward that a workspace ran last; words: its record, kept before anything else was traced there. ring: its tiles, 0: unknown."""
     from mok.kernels import tasks
 
     names = {
@@ -183,7 +242,10 @@ def forward_timeline(workspace: Any, words: Tensor, programs: int, kernel_ns: fl
     task = listed[1 : 1 + int(listed[0])]
     kind = [names[number] for number in (task & 7).tolist()]
     tile, part, expert = task >> 32, (task >> 4) & 4095, (task >> 16) & 65535
-    return timeline("forward", workspace.memory.rank, words.cpu(), programs, kind, tile, part, expert, kernel_ns)
+    frees = (tile - ring).clamp(min=-1) if ring else torch.full_like(tile, -1)
+    return timeline(
+        "forward", workspace.memory.rank, words.cpu(), programs, kind, tile, part, expert, kernel_ns, torch.zeros_like(tile), frees
+    )
 
 
 def backward_timeline(workspace: Any, words: Tensor, programs: int, kernel_ns: float = float("nan")) -> Timeline:
@@ -200,8 +262,15 @@ def backward_timeline(workspace: Any, words: Tensor, programs: int, kernel_ns: f
     size = groups.RECORD.value
     records = workspace.scratch["tasks_backward"][: count * size].view(count, size).cpu().long()
     kind = [names[number] for number in records[:, groups.KIND.value].tolist()]
-    tile, part, expert = (records[:, column.value] for column in (groups.AT_TILE, groups.PART, groups.OF_EXPERT))
-    return timeline("backward", workspace.memory.rank, words.cpu(), programs, kind, tile, part, expert, kernel_ns)
+    columns = (groups.AT_TILE, groups.PART, groups.OF_EXPERT, groups.OF_GROUP, groups.AT, groups.DEPTH)
+    tile, part, expert, group, at, depth = (records[:, column.value] for column in columns)
+    pulls, weights = (records[:, groups.KIND.value] == which.value for which in (groups.PULL, groups.D_WEIGHT))
+    after = table[groups.HEADER.value + group * groups.ROW.value + groups.CARRY_AFTER.value].long()
+    first = torch.full((max(expert.tolist(), default=0) + 1,), 1 << 60)
+    first = first.scatter_reduce(0, expert[weights], tile[weights], "amin")  # where an expert's rows begin
+    cut = weights & ((depth & 1 == 0) | (tile > first[expert]))
+    frees = torch.where(pulls, at, torch.where(cut, after, -1))
+    return timeline("backward", workspace.memory.rank, words.cpu(), programs, kind, tile, part, expert, kernel_ns, group, frees)
 
 
 # ---- the summary ----
@@ -271,34 +340,117 @@ def summary(line: Timeline) -> dict[str, Any]:
 # ---- the Chrome trace ----
 
 
-def links(line: Timeline) -> Iterator[tuple[int, int, str]]:
-    """(ticket, ticket, signal): of each tile, the task that made a signal complete and the first task that had waited for it."""
-    tickets: dict[tuple[str, int], list[int]] = collections.defaultdict(list)
-    for ticket, (name, tile) in enumerate(zip(line.kind, line.tile.tolist(), strict=True)):
-        tickets[name, tile].append(ticket)
-    _, ready, _, done = line.moments()
-    done_at, ready_at = done.tolist(), ready.tolist()
-    for source, sink, signal in LINKS[line.direction]:
-        for (name, tile), sources in tickets.items():
-            if name == source and (sink, tile) in tickets:
-                yield max(sources, key=done_at.__getitem__), min(tickets[sink, tile], key=ready_at.__getitem__), signal
+class Link(NamedTuple):
+    """An arrow: a signal of the ticket `source`, given at a time, to the ticket `sink`, which then went on."""
+
+    source: int
+    sink: int
+    signal: str
+    given: float
+    taken: float
+
+
+def links(line: Timeline) -> Iterator[Link]:
+    """Of each tile or group, the task that made a signal complete and the first task that had waited for it. A pull that notes nothing but
+    its begin and end, as some kernels' do, is reached at its end."""
+    columns = dict(tile=line.tile, group=line.group, frees=line.frees)
+    tickets: dict[tuple[str, str], dict[int, list[int]]] = {}  # by kind and column, then by value
+
+    def by(kind: str, column: str) -> dict[int, list[int]]:
+        if (kind, column) not in tickets:
+            found: dict[int, list[int]] = collections.defaultdict(list)
+            values = columns[column]
+            for ticket, value in enumerate(values.tolist() if values is not None else ()):
+                if line.kind[ticket] == kind:
+                    found[value].append(ticket)
+            tickets[kind, column] = found
+        return tickets[kind, column]
+
+    _, _, computed, done = (value.tolist() for value in line.moments())
+    ready = torch.where(line.ready.isnan(), line.done, line.ready).tolist()
+    for wait in WAITS[line.direction]:
+        given = computed if wait.at_sums else done
+        for value, sinks in by(wait.sink, wait.of).items():
+            sources = [ticket for kind in wait.sources for ticket in by(kind, wait.by).get(value, ())]
+            if sources:
+                source, sink = max(sources, key=given.__getitem__), min(sinks, key=ready.__getitem__)
+                yield Link(source, sink, wait.signal, given[source], ready[sink])
+
+
+class Point(NamedTuple):
+    """A moment of a program, ns from its timeline's begin."""
+
+    line: Timeline
+    program: int
+    ns: float
+
+
+def _point(line: Timeline, kinds: Sequence[str], moment: str, last: bool = False) -> Point | None:
+    """The first or the last moment of that name in the tasks of these kinds."""
+    values = getattr(line, moment).tolist()
+    tasks = [ticket for ticket, kind in enumerate(line.kind) if kind in kinds and values[ticket] == values[ticket]]
+    if not tasks:
+        return None
+    ticket = (max if last else min)(tasks, key=values.__getitem__)
+    return Point(line, int(line.program[ticket]), values[ticket])
+
+
+def crossings(lines: Sequence[Timeline], offsets: Sequence[float]) -> Iterator[tuple[Point, Point, str]]:
+    """(where a signal was given, where a rank that waited for it went on, the signal) between the ranks of one call, whose timelines these
+    are. offsets: ns of each from a common beginning."""
+    on_cpu, kinds = lines[0].device == "cpu", KINDS[lines[0].direction]
+    pushing = [name for name, kind in kinds.items() if kind.after == "combine" and name != "sum"]
+    came = [_point(line, ("publish",), "done") if on_cpu else _point(line, tuple(kinds), "begin") for line in lines]
+    began = [_point(line, ("schedule",), "ready") if on_cpu else _point(line, ("pull",), "done") for line in lines]
+    for i, source in enumerate(came):
+        for j, sink in enumerate(began):
+            if i != j and source and sink:
+                yield source, sink, "published"
+    pushed = [(point.ns + offset, i) for i, (line, offset) in enumerate(zip(lines, offsets, strict=True))
+              if (point := _point(line, pushing, "done", True))]  # fmt: skip
+    if not pushed:
+        return
+    at, last = max(pushed)
+    source = _point(lines[last], pushing, "done", True)
+    for j, line in enumerate(lines):
+        sink = _point(line, ("sum",), "ready") if on_cpu else Point(line, int(line.ends.argmax()), at - offsets[j])
+        if j != last and source and sink and (on_cpu or sink.ns > line.span_ns):  # else nobody waited
+            yield source, sink, "pushed"
 
 
 def chrome(lines: Sequence[Timeline]) -> dict[str, Any]:
     """The trace event format: a process per rank, a row per multiprocessor, a slice per task with its parts inside, flows for signals."""
     events: list[dict[str, Any]] = []
     origins = {line.rank: line.origin_ns for line in reversed(lines)}
+    if any(line.device == "cpu" for line in lines):
+        origins = dict.fromkeys(origins, min(origins.values()))
+    offsets = {id(line): line.origin_ns - origins[line.rank] for line in lines}
+    of_rows: dict[int, list[int]] = {}
     flow = 0
+
+    def us(line: Timeline, ns: float) -> float:
+        return round((ns + offsets[id(line)]) * 1e-3, 3)
+
+    def slice_of(line: Timeline, row: int, name: str, cat: str, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
+        dur = max(us(line, end) - us(line, start), 0.0)
+        return dict(ph="X", name=name, cat=cat, pid=line.rank, tid=row, ts=us(line, start), dur=dur, args=args)
+
+    def arrow(name: str, *ends: Point) -> None:
+        nonlocal flow
+        flow += 1
+        for phase, (line, program, ns) in zip("sf", ends, strict=True):
+            event = dict(ph=phase, id=flow, name=name, cat="signal", pid=line.rank, tid=of_rows[id(line)][program], ts=us(line, ns))
+            events.append(event | ({"bp": "e"} if phase == "f" else {}))
+
     for line in lines:
-        offset = line.origin_ns - origins[line.rank]
-        us = lambda ns, offset=offset: round((ns + offset) * 1e-3, 3)  # noqa: E731
         seen: collections.Counter[int] = collections.Counter()
-        rows = []
+        rows = of_rows[id(line)] = []
         for sm in line.sm.tolist():  # two programs of one multiprocessor have rows of their own
             rows.append(sm + 1000 * seen[sm])
             seen[sm] += 1
         events.append(dict(ph="M", name="process_name", pid=line.rank, args=dict(name=f"rank {line.rank}")))
-        events += [dict(ph="M", name="thread_name", pid=line.rank, tid=row, args=dict(name=f"SM {row % 1000}")) for row in set(rows)]
+        on = "SM" if line.device == "cuda" else "executor"
+        events += [dict(ph="M", name="thread_name", pid=line.rank, tid=row, args=dict(name=f"{on} {row % 1000}")) for row in set(rows)]
         begin, ready, computed, done = (value.tolist() for value in line.moments())
         programs, tiles, parts, experts = (value.tolist() for value in (line.program, line.tile, line.part, line.expert))
         for ticket, name in enumerate(line.kind):
@@ -311,15 +463,21 @@ def chrome(lines: Sequence[Timeline]) -> dict[str, Any]:
                 ("push" if kind.after == "combine" else "store", "work", computed[ticket], done[ticket], {}),
             ]
             events += [
-                dict(ph="X", name=what, cat=of, pid=line.rank, tid=row, ts=us(start), dur=max(us(end) - us(start), 0.0), args=more)
+                slice_of(line, row, what, of, start, end, more)
                 for what, of, start, end, more in cuts
                 if end > start
             ]
-        for source, sink, signal in links(line):
-            flow += 1
-            for phase, ticket, at in (("s", source, done[source] - 1), ("f", sink, ready[sink])):
-                event = dict(ph=phase, id=flow, name=signal, cat="signal", pid=line.rank, tid=rows[programs[ticket]], ts=us(at))
-                events.append(event | ({"bp": "e"} if phase == "f" else {}))
+        for source, sink, signal, given, taken in links(line):
+            arrow(signal, Point(line, programs[source], given - 1), Point(line, programs[sink], taken))
+    for direction in dict.fromkeys(line.direction for line in lines):  # where there are several ranks
+        call = [line for line in lines if line.direction == direction]
+        if len(call) < 2:
+            continue
+        for start, to, signal in crossings(call, [offsets[id(line)] for line in call]):
+            arrow(signal, start, to)
+            if to.ns > to.line.span_ns:
+                row = of_rows[id(to.line)][to.program]
+                events.append(slice_of(to.line, row, "wait for the other ranks", "wait", to.line.span_ns, to.ns, {}))
     return dict(traceEvents=events, displayTimeUnit="ns", otherData=dict(machine=report.machine(), summary=[summary(x) for x in lines]))
 
 
@@ -352,7 +510,7 @@ def draw(lines: Sequence[Timeline], path: str | Path) -> None:
         axes.set_xlim(0, line.span_ns * 1e-3)
         axes.set_ylim(-1, len(line.sm))
         axes.set_xlabel("microseconds")
-        axes.set_ylabel("programs, by multiprocessor")
+        axes.set_ylabel("programs, by multiprocessor" if line.device == "cuda" else "the executor")
         axes.set_title(f"rank {line.rank}, {line.direction}: {line.span_ns * 1e-3:.0f} us, {len(line.kind)} tasks", loc="left")
         of = [(name, _drawn(name), share) for name, share in summary(line)["shares"].items()]
         patches = [Patch(color=COLORS[what], label=f"{name} {share:.1%}") for name, what, share in of if what]
@@ -384,6 +542,7 @@ def _profiled(run: Callable[[], object], kernel: str) -> float:
 
 def take(layer: GpuLayer, batch: Batch, directions: Sequence[str], changes: Changes, calls: int = 6) -> list[Timeline]:
     """Call the layer a few times, and trace the last call. All ranks of its group do this together."""
+    from mok.kernels import launch
     from mok.kernels.launch import ForwardPlan
     from mok.kernels.launch_backward import BackwardPlan
 
@@ -407,11 +566,62 @@ def take(layer: GpuLayer, batch: Batch, directions: Sequence[str], changes: Chan
 
     (_, kept), words, kernel_ns = traced(lambda: layer.forward(batch, "backward" in directions, changes), layer.kernel)
     if "forward" in directions:
-        lines.append(forward_timeline(workspace, words, programs(ForwardPlan), kernel_ns))
+        ring = launch.ring_tiles(plan_with(ForwardPlan, changes), kept[0].tile_expert.numel())
+        lines.append(forward_timeline(workspace, words, programs(ForwardPlan), kernel_ns, ring))
     if "backward" in directions:
         _, words, kernel_ns = traced(lambda: layer.backward(batch, kept, changes), layer.backward_kernel)
         lines.append(backward_timeline(workspace, words, programs(BackwardPlan), kernel_ns))
     return lines
+
+
+def take_on_cpu(layer: CpuLayer, batch: Batch, directions: Sequence[str], changes: Changes, rank: int, calls: int = 3) -> list[Timeline]:
+    """The same of the executor, in the order in which this rank's steps were. A backward is what follows a forward that saved all rows."""
+    steps: list[tuple[str, int, int, int]] = []  # name, ns, first row, expert
+
+    def note(of_rank: int, step: str, row: int, expert: int) -> None:
+        if of_rank == rank:
+            steps.append((step, time.perf_counter_ns(), row, expert))
+
+    def traced(run: Callable[[], object], direction: str) -> Timeline:
+        if dist.is_initialized():
+            dist.barrier()
+        steps.clear()
+        with mock.patch.object(executor, "watch", note):
+            start = time.perf_counter_ns()
+            note(rank, "begin", 0, 0)
+            run()
+            note(rank, "end", 0, 0)
+            return of_steps(direction, rank, steps, time.perf_counter_ns() - start)
+
+    lines = []
+    for _ in range(calls):
+        lines = [traced(lambda: layer.forward(batch, changes=changes), "forward")] if "forward" in directions else []
+        if "backward" in directions:
+            differentiate = layer.differentiable(batch, changes)
+            lines.append(traced(differentiate, "backward"))
+    return lines
+
+
+def of_steps(direction: str, rank: int, steps: Sequence[tuple[str, int, int, int]], wall_ns: float) -> Timeline:
+    """Steps (name, ns, first row, expert), each of which ends where the next one begins; "ready" is none of its own. The last is "end".
+
+    Example: begin at 0, schedule at 5, ready at 8, end at 9: a schedule from 5 to 9 that had what it waited for at 8.
+    """
+    origin = steps[0][1]
+    tasks: list[tuple[str, int, int, float, float, float]] = []  # name, tile, expert, begin, ready, done
+    for (name, ns, row, expert), (_, until, _, _) in itertools.pairwise(steps):
+        begin, end = float(ns - origin), float(until - origin)
+        if name == "ready":
+            tasks[-1] = (*tasks[-1][:4], begin, end)
+        else:
+            tasks.append((name, row // TILE_M, expert, begin, math.nan, end))
+    names, tile, expert_of, *moments = zip(*tasks, strict=True)
+    begins, ready, done = (torch.tensor(values, dtype=torch.float64) for values in moments)
+    none, first = torch.zeros(len(names), dtype=torch.int64), torch.zeros(1, dtype=torch.float64)
+    return Timeline(
+        direction, rank, wall_ns, origin, torch.zeros(1, dtype=torch.int64), first, first + (steps[-1][1] - origin), list(names),
+        torch.tensor(tile), none, torch.tensor(expert_of), none, begins, ready, torch.full_like(ready, math.nan), done, device="cpu",
+    )  # fmt: skip
 
 
 def measure(
@@ -422,8 +632,10 @@ def measure(
     rank, size, group = (dist.get_rank(), dist.get_world_size(), dist.group.WORLD) if several else (0, 1, None)
     mine = local_experts(shape.E, size, rank)
     experts = tuple(weight[mine.start : mine.stop] for weight in make_experts(shape, device))
-    layer = GpuLayer(shape.T, shape.E, shape.K, experts, group, 1.25 if several else 1.0, precision=precision)  # type: ignore[arg-type]
-    lines = take(layer, make_batch(shape, rank, 0, device), directions, changes)
+    kind = layer_class(device)
+    layer = kind(shape.T, shape.E, shape.K, experts, group, 1.25 if several else 1.0, precision=precision)  # type: ignore[arg-type]
+    wanted = (make_batch(shape, rank, 0, device), directions, changes)
+    lines = take(layer, *wanted) if isinstance(layer, GpuLayer) else take_on_cpu(layer, *wanted, rank)
     if not several:
         return lines
     everyone: list[Any] = [None] * size
@@ -434,7 +646,8 @@ def measure(
 def show(lines: Sequence[Timeline], title: str) -> None:
     for line in lines:
         about = summary(line)
-        kernel = "not seen by the profiler" if about["kernel_us"] is None else f"{about['kernel_us']:g} us by the profiler"
+        clock = "the profiler" if line.device == "cuda" else "the host's clock"
+        kernel = f"not seen by {clock}" if about["kernel_us"] is None else f"{about['kernel_us']:g} us by {clock}"
         report.print_table(
             f"{title}, rank {line.rank}, {line.direction}: {about['span_us']:g} us by timestamps, {kernel}; the shares add up to "
             f"{about['accounted']:.1%}",
@@ -447,10 +660,11 @@ def show(lines: Sequence[Timeline], title: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="mok trace", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--shapes", default="qwen3-30b", help="one of `mok bench`'s")
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--shapes", default="qwen3-30b" if cuda else "tiny", help="one of `mok bench`'s, or TxHxIxExK")
     parser.add_argument("--direction", default="both", choices=("forward", "backward", "both"))
     parser.add_argument("--precision", default="bf16", choices=get_args(Precision), help="of the experts' products")
-    parser.add_argument("--ranks", type=report.count, default=1, help="processes, one GPU each; a launcher's number wins")
+    parser.add_argument("--ranks", type=report.count, default=1, help="processes, one GPU each where there are GPUs; a launcher's wins")
     parser.add_argument("--plan", type=json.loads, default={}, help="JSON: fields of ForwardPlan and BackwardPlan")
     parser.add_argument("--out", help="the Chrome trace to write")
     parser.add_argument("--png", help="the picture to write; needs matplotlib")
@@ -458,21 +672,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=report.seconds, default=300.0, help="seconds after which all processes are ended")
     options = parser.parse_args(arguments)
     try:
-        (name, shape), *others = choose(options.shapes, SEVERAL_GPUS if options.ranks > 1 else ONE_GPU).items()
+        known = TINY if not cuda else SEVERAL_GPUS if options.ranks > 1 else ONE_GPU
+        (name, shape), *others = choose(options.shapes, known).items()
     except ValueError as error:
         parser.error(str(error))
     if others:
         parser.error(f"--shapes={options.shapes}: one shape at a time")
     if options.png and not importlib.util.find_spec("matplotlib"):
         parser.error(f"--png={options.png}: needs matplotlib, which is not installed")
-    if not torch.cuda.is_available():
-        parser.error("a GPU is needed: the CPU's executor has no tasks that run side by side")
-    if torch.cuda.device_count() < options.ranks:
+    if cuda and torch.cuda.device_count() < options.ranks:
         parser.error(f"--ranks={options.ranks}: there are {torch.cuda.device_count()} GPUs")
     report.refuse_unwritable(parser, out=options.out, png=options.png)
     if options.ranks > 1 and not ranks.launched():
         return ranks.launch("mok.trace", arguments, options.ranks, options.limit)
-    rank, device = (0, torch.device("cuda", 0)) if not ranks.launched() else ranks.join(options.limit)[::2]
+    rank, device = (0, default_device()) if not ranks.launched() else ranks.join(options.limit)[::2]
     directions = ("forward", "backward") if options.direction == "both" else (options.direction,)
     lines = measure(shape, directions, options.plan, device, options.precision)
     if rank == 0:

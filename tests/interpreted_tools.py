@@ -50,8 +50,8 @@ def case_forward_trace():
     out.share_memory_()
     launch.write_tasks(workspace, args, rows, FORWARD)
     run_concurrently(forward_kernel, 2, [args])
-    line = trace.forward_timeline(workspace, workspace.scratch["trace"], 2)
     tiles = int(rows.num_tokens) // BLOCK
+    line = trace.forward_timeline(workspace, workspace.scratch["trace"], 2, ring=tiles - 1)
     count = collections.Counter(line.kind)
     assert (count["pull"], count["up"], count["down"]) == (tiles * 2, tiles * 3, tiles), count
     assert (count["shared up"], count["shared down"]) == (2, 1), count
@@ -65,15 +65,17 @@ def case_forward_trace():
     assert not line.begin.isnan().any() and not line.ready.isnan().any()
     noted = {name for name, computed in zip(line.kind, line.computed.isnan().tolist(), strict=True) if not computed}
     assert noted == {"up", "down", "shared up", "shared down"}
+    assert line.frees.tolist() == [0 if tile == tiles - 1 else -1 for tile in line.tile.tolist()]
+    assert {link.signal for link in trace.links(line)} == {"x_ready", "h_ready", "shared h", "a free place", "a free place of h"}
 
 
 def case_backward_trace():
-    problem = Problem(2, 10, 32, 40, 2, 2, masked=0.0)
-    plan = dataclasses.replace(BACKWARD, trace=True)
+    problem = Problem(2, 20, 32, 40, 2, 2, masked=0.0)
+    plan = dataclasses.replace(BACKWARD, trace=True, ring_tiles=2)
     d_y = make_d_y(problem)
     (workspace,) = make_workspaces(problem, 1, 60.0)
     (rows,) = make_schedules(problem, [workspace])
-    saved = launch.Saved(*(torch.empty(0, 40).bfloat16() for _ in range(2)), *(torch.empty(10, 8).bfloat16() for _ in range(2)))
+    saved = launch.Saved(*(torch.empty(0, 40).bfloat16() for _ in range(2)), *(torch.empty(20, 8).bfloat16() for _ in range(2)))
     call = launch_backward.prepare(
         workspace, rows, saved, d_y, problem.x_TH, shared(problem.weights_TK), problem.gate_EIH, problem.up_EIH, problem.down_EHI, plan=plan
     )
@@ -91,6 +93,14 @@ def case_backward_trace():
     assert torch.equal(line.expert[routed], rows.tile_expert[line.tile[routed]].long())
     assert set(line.part[torch.tensor([name == "d_weight" for name in line.kind])].tolist()) == {0, 1, 2}
     assert trace.shares(line)["tail"] == 0  # the interpreter's clock stands still
+    assert tiles > 2 and len(set(line.group[routed].tolist())) == tiles, "a ring of two tiles has a tile per group"
+    pulls = torch.tensor([name == "pull" for name in line.kind])
+    assert torch.equal(line.frees[pulls], (line.tile[pulls] - 2).clamp(min=-1)), "the group of the tile that had the place"
+    of_expert = rows.tokens_per_expert.div(BLOCK)[line.expert].tolist()
+    cut = torch.tensor([name == "d_weight" and count > 1 for name, count in zip(line.kind, of_expert, strict=True)])
+    assert (line.frees[~pulls & ~cut] == -1).all()
+    wanted = {"x_ready", "gate_ready", "d_gate_ready", "group_ready", "a free place"}
+    assert cut.any() and {link.signal for link in trace.links(line)} - {"memory for a cut sum"} == wanted
 
 
 def case_overlap():

@@ -177,11 +177,15 @@ class CpuLayer:
         with torch.no_grad():
             return self._call(*batch[:3], self.experts, changes), None
 
-    def backward(self, batch: Batch, kept: Any, changes: Changes | None = None) -> list[Tensor]:
+    def differentiable(self, batch: Batch, changes: Changes | None = None) -> Callable[[], list[Tensor]]:
+        """A forward, and the call of its backward."""
         x, weights, *experts = (t.detach().requires_grad_() for t in (batch.x_TH, batch.weights_TK, *self.experts))
         with torch.enable_grad():
             out = self._call(x, batch.ids_TK, weights, experts, changes)
-        return list(torch.autograd.grad(out, [x, weights, *experts], batch.d_y_TH))
+        return lambda: list(torch.autograd.grad(out, [x, weights, *experts], batch.d_y_TH))
+
+    def backward(self, batch: Batch, kept: Any, changes: Changes | None = None) -> list[Tensor]:
+        return self.differentiable(batch, changes)()
 
     def poison(self) -> None: ...
 
