@@ -58,11 +58,31 @@ def version(package: str) -> str:
         return ""
 
 
+FORM = (
+    "suite", "shape", "T", "H", "I", "E", "K", "ep", "precision", "direction", "ms", "tflops", "cublas_tflops", "baselines", "ratio",
+)  # fmt: skip
+"""What every row of every suite has, in this order, before what is its suite's own."""
+
+
+def complete(row: dict[str, Any]) -> dict[str, Any]:
+    """A row in the form of all: None for what does not apply to it or was not measured. ms, if not there, is that of `us`; ep that of the
+    ranks R or of `gpus`.
+
+    Example: {"suite": "schedule", "R": 8, "us": 57.3} gets ep 8, ms 0.0573, and None for all else.
+    """
+    found = {name: row.get(name) for name in FORM}
+    if found["ms"] is None and row.get("us") is not None:
+        found["ms"] = round(1e-3 * row["us"], 6)
+    if found["ep"] is None:
+        found["ep"] = row.get("R", row.get("gpus"))
+    return {**found, **{name: value for name, value in row.items() if name not in found}}
+
+
 def document(rows: Sequence[dict[str, Any]], of_commit: str = "", missing: dict[str, str] | None = None) -> dict[str, Any]:
-    """missing: what was not measured, and why."""
+    """rows: completed here. missing: what was not measured, and why."""
     return dict(
         machine=machine(), torch=torch.__version__, triton=version("triton"), commit=of_commit or commit(),
-        sources_sha256=sources_sha256(), date=datetime.date.today().isoformat(), rows=list(rows),
+        sources_sha256=sources_sha256(), date=datetime.date.today().isoformat(), rows=[complete(row) for row in rows],
         **({"missing": missing} if missing else {}),
     )  # fmt: skip
 
