@@ -13,8 +13,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import torch
+from interpret import patch_once, run_concurrently
 
-from mok.bench import comm
+from mok.bench import comm, comm_kernels
 from mok.fabric import Region
 from mok.kernels import memory
 
@@ -33,7 +34,19 @@ class OneProcess(comm.Link):
     def meet(self) -> None: ...
 
 
+def flags(remote: bool, ranks: list[int]) -> list[int]:
+    """Both flags and the waits that were given up after three turns in which only these ranks take part."""
+    words = [torch.zeros(1, dtype=torch.int32).share_memory_() for _ in range(3)]
+    own = dict(
+        flag_ptrs=torch.tensor([word.data_ptr() for word in words[:2]]), gave_up_ptr=words[2], base=0, count=3, REMOTE=remote,
+        limit=1_000_000 if len(ranks) > 1 else 5,
+    )  # fmt: skip
+    run_concurrently(comm_kernels.ping_pong_kernel, 1, [{**own, "rank": rank, "peer": 1 - rank} for rank in ranks])
+    return [int(word) for word in words]
+
+
 def main() -> None:
+    patch_once()
     layout = [Region("control", (64,), torch.int32), Region("x", (T, H), torch.bfloat16), Region("slots", (2 * T, H), torch.bfloat16)]
     views = memory.virtual_memory(layout, 2, CPU)
     links = [OneProcess(rank, views) for rank in range(2)]
@@ -45,11 +58,13 @@ def main() -> None:
             continue  # the layer's rows come in whole tiles
         if kind not in kinds or variant.constants.get("LINES", 128) != 128:
             kinds.add(kind)
-            share = 0.5 if variant.mixed else 1.0
-            runs = [link.runs(variant, share, [2])["2"] for link in links]
-            found[variant.name] = [link.problem(variant, share, lambda runs=runs: [run() for run in runs]) for link in links]
-    broken = links[0].problem(comm.Variant("nothing", "ld", {}, 8, True), 1.0, lambda: None)
-    print(json.dumps(dict(found=found, broken=broken)))
+            for routing in (comm.Routing(0.5), comm.SKEWED[2], comm.SKEWED[3]) if variant.mixed else [comm.ALL_REMOTE]:
+                runs = [link.runs(variant, routing, [2])["2"] for link in links]
+                problems = [link.problem(variant, routing, lambda runs=runs: [run() for run in runs]) for link in links]
+                found[f"{variant.name}, {routing.name}"] = problems
+    broken = links[0].problem(comm.Variant("nothing", "ld", {}, 8, True), comm.ALL_REMOTE, lambda: None)
+    turns = {f"{remote} {ranks}": flags(remote, ranks) for remote in (False, True) for ranks in ([0, 1], [0])}
+    print(json.dumps(dict(found=found, broken=broken, turns=turns)))
 
 
 if __name__ == "__main__":

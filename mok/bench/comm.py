@@ -2,9 +2,16 @@
 
     python -m mok.bench.comm --ranks 2 [--parts pull,push,skew,latency] [--variants tma] [--programs 8,24] [--out results.json]
 
+Without a GPU the ranks are processes of the CPU, the ways of moving rows the executor's two, each by one program, and the signals those of
+`mok.fabric`.
+
 Every rank moves T rows of H bf16 values (14 KB at H = 7168) in random order while its peer does the same the other way. A figure is GB/s of
 rows that cross the link in one direction, from the slowest rank's median. Every variant is checked (the rows are the peer's) before it is
-timed. "skew": some of the rows are the rank's own; the figure then is of all rows.
+timed. "skew": not all rows cross the link, or not every rank has as many to move; the figure then is of all rows of the rank that has
+most. Some of the rows are the rank's own; or each rank has T / R rows for rank 0's experts ("one rank"), or half of them for one hot
+expert of rank 0's and the others for all ranks' alike. Rank 0 then pulls rows from all ranks, or pushes them to all.
+
+A flag is raised in the peer's memory, where the peer polls it (as the layer's signals are), or in one's own, polled over the link.
 
 Legend: T rows of a rank, H hidden, R ranks.
 """
@@ -16,8 +23,10 @@ import functools
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,11 +35,29 @@ from torch import Tensor
 
 from mok.bench import ranks, report
 from mok.bench.timing import medians
-from mok.fabric import Region
+from mok.fabric import Call, Region, host_fabric
 
 PROGRAMS = (4, 8, 12, 16, 24, 32, 64)
 PARTS = ("pull", "push", "skew", "latency")
-SHARES = (0.5, 0.9)  # of rows from or to the peer, in "skew"
+PUSHES = ("st", "tma push", "push")  # ways whose receiver has no part in it
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Whose rows a rank moves: a share of the peer's, the others its own; or of all ranks' rows a part to rank 0, the rest to all alike."""
+
+    share: float = 1.0
+    to_rank_0: float | None = None
+
+    @property
+    def name(self) -> str:
+        if self.to_rank_0 is not None:
+            return "one rank" if self.to_rank_0 == 1 else "hot expert"
+        return "" if self.share == 1 else f"{self.share:.0%} remote"
+
+
+ALL_REMOTE = Routing()
+SKEWED = (Routing(0.5), Routing(0.9), Routing(to_rank_0=1.0), Routing(to_rank_0=0.5))
 
 
 @dataclass(frozen=True)
@@ -80,18 +107,35 @@ def push_variants() -> Iterator[Variant]:
 
 @dataclass
 class Order:
-    """Row i comes from (or goes to) row index[i] of rank other[i]; int32 [T]. Every rank can make every rank's."""
+    """Row i comes from (or goes to) row index[i] of rank other[i]; int32, at most T of them. Every rank can make every rank's."""
 
     other: Tensor
     index: Tensor
 
 
-def make_order(rows: int, rank: int, size: int, share: float, device: torch.device) -> Order:
-    """`share` of the rows are the next rank's, the others this rank's own; the indices are a permutation."""
+def make_order(rows: int, rank: int, size: int, routing: Routing, device: torch.device) -> Order:
+    """What a rank moves, in random order; of a rank's rows none twice. Where ranks have different numbers, these are multiples of 32.
+
+    Example, 256 rows, 2 ranks: all to rank 0, it has 128 of each and the other one nothing; half of them, it has 96 of each, the other 32.
+    """
     g = torch.Generator().manual_seed(rank)
-    away = torch.rand(rows, generator=g) < share
-    other = torch.where(away, (rank + 1) % size, rank)
-    return Order(other.to(torch.int32).to(device), torch.randperm(rows, generator=g).to(torch.int32).to(device))
+    if routing.to_rank_0 is None:
+        away = torch.rand(rows, generator=g) < routing.share
+        other, index = torch.where(away, (rank + 1) % size, rank), torch.randperm(rows, generator=g)
+    else:
+        each = rows // size  # that a rank has to route
+        part = int(each * (1 - routing.to_rank_0)) // size // 32 * 32  # for a rank but the first
+        first, count = (0, each - (size - 1) * part) if rank == 0 else (each - rank * part, part)
+        shuffled = torch.randperm(size * count, generator=g)
+        other = torch.arange(size).repeat_interleave(count)[shuffled]
+        chosen = [torch.randperm(each, generator=torch.Generator().manual_seed(1000 + r))[first : first + count] for r in range(size)]
+        index = torch.cat(chosen)[shuffled]
+    return Order(other.to(torch.int32).to(device), index.to(torch.int32).to(device))
+
+
+def most_rows(rows: int, size: int, routing: Routing) -> int:
+    """Of the rank that has most of them."""
+    return max(len(make_order(rows, rank, size, routing, torch.device("cpu")).index) for rank in range(size))
 
 
 def make_rows(rows: int, hidden: int, rank: int, device: torch.device) -> Tensor:
@@ -124,23 +168,29 @@ class Link:
         self.gave_up = torch.zeros(1, dtype=torch.int32, device=device)
         self.meet()
 
+    def pulls(self) -> list[Variant]:
+        return list(pull_variants())
+
+    def pushes(self) -> list[Variant]:
+        return list(push_variants())
+
     def meet(self) -> None:
         torch.cuda.synchronize()
         dist.barrier()
         torch.cuda.synchronize()
 
-    def runs(self, variant: Variant, share: float, programs: Sequence[int]) -> dict[str, Callable[[], object]]:
+    def runs(self, variant: Variant, routing: Routing, programs: Sequence[int]) -> dict[str, Callable[[], object]]:
         """A launch for each number of programs, by that number."""
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         from mok.bench import comm_kernels as kernels
 
-        order = make_order(self.rows, self.rank, self.size, share, self.device)
+        order = make_order(self.rows, self.rank, self.size, routing, self.device)
         of_lines = lambda matrix: TensorDescriptor.from_tensor(  # noqa: E731
             matrix.view(matrix.shape[0], self.hidden // 64, 64), [1, variant.constants["LINES"], 64]
         )
         index = order.index
-        if variant.way in ("st", "tma push"):
+        if variant.way in PUSHES:
             index = index + self.rank * self.rows
         kernel, arguments = {
             "ld": lambda: (kernels.pull_kernel, [self.memory.addresses["x"], self.out, order.other, index]),
@@ -152,11 +202,11 @@ class Link:
         }[variant.way]()
         constants = {**variant.constants, **({} if variant.way == "tma push" else dict(H=self.hidden))}
         return {
-            str(count): functools.partial(kernel[(count,)], *arguments, self.rows, **constants, num_warps=variant.warps)
+            str(count): functools.partial(kernel[(count,)], *arguments, len(index), **constants, num_warps=variant.warps)
             for count in programs
         }
 
-    def problem(self, variant: Variant, share: float, run: Callable[[], object]) -> str:
+    def problem(self, variant: Variant, routing: Routing, run: Callable[[], object]) -> str:
         """What is wrong with the rows after a run; "" if nothing is."""
         self.out.fill_(float("nan"))
         self.slots.fill_(float("nan"))
@@ -164,13 +214,13 @@ class Link:
         run()
         self.meet()
         for source in range(self.size):
-            if variant.way in ("st", "tma push"):  # rows of `source` that were for this rank
-                order = make_order(self.rows, source, self.size, share, self.device)
+            if variant.way in PUSHES:  # rows of `source` that were for this rank
+                order = make_order(self.rows, source, self.size, routing, self.device)
                 mine = (order.other == self.rank).nonzero()[:, 0]
                 got = self.slots[source * self.rows + order.index[mine].long()]
                 want = make_rows(self.rows, self.hidden, source, self.device)[mine]
             else:
-                order = make_order(self.rows, self.rank, self.size, share, self.device)
+                order = make_order(self.rows, self.rank, self.size, routing, self.device)
                 mine = (order.other == source).nonzero()[:, 0]
                 got = self.out[mine]
                 want = make_rows(self.rows, self.hidden, source, self.device)[order.index[mine].long()]
@@ -184,83 +234,109 @@ class Link:
         return ranks.slowest(medians(runs, repeats, warmup=2, round_of=6, align=self.meet), self.device)
 
 
-def measure_rows(link: Link, variants: Sequence[Variant], shares: Sequence[float], programs: Sequence[int]) -> list[dict[str, Any]]:
-    """A line and a row per variant and share. A variant that does not compile or moves rows wrongly is said to."""
+HOST_VARIANTS = (Variant("executor's dispatch", "pull", {}, 1, True), Variant("executor's push", "push", {}, 1, True))
+PATIENCE_S = 20.0  # of a flag
+
+
+class HostLink(Link):
+    """The same end on the CPU, over the host's fabric: one call's regions."""
+
+    def __init__(self, rows: int, hidden: int, device: torch.device) -> None:
+        assert dist.group.WORLD is not None
+        self.fabric = host_fabric(dist.group.WORLD)
+        self.rank, self.size, self.device = self.fabric.rank, self.fabric.size, device
+        self.peer = (self.rank + 1) % self.size
+        self.rows, self.hidden, self.flag = rows, hidden, 0
+        self.call = self.begin()
+        self.x, self.slots = self.call.region("x"), self.call.region("slots")
+        self.peer_x, self.peer_slots = (self.call.region(name, self.peer) for name in ("x", "slots"))
+        self.x.copy_(make_rows(rows, hidden, self.rank, device))
+        self.out = torch.empty(rows, hidden, dtype=torch.bfloat16)
+        self.call.region("flag").zero_()
+        self.meet()
+
+    def begin(self) -> Call:
+        """Another call with the same regions in the same memory, once all ranks have come."""
+        layout = [
+            Region("flag", (1,), torch.int64),
+            Region("x", (self.rows, self.hidden), torch.bfloat16),
+            Region("slots", (self.size * self.rows, self.hidden), torch.bfloat16),
+        ]
+        return self.fabric.begin("comm", {}, lambda _: layout)
+
+    def pulls(self) -> list[Variant]:
+        return [HOST_VARIANTS[0]]
+
+    def pushes(self) -> list[Variant]:
+        return [HOST_VARIANTS[1]]
+
+    def meet(self) -> None:
+        dist.barrier()
+
+    def runs(self, variant: Variant, routing: Routing, programs: Sequence[int]) -> dict[str, Callable[[], object]]:
+        from mok import executor
+
+        order = make_order(self.rows, self.rank, self.size, routing, self.device)
+        rows = slice(0, len(order.index))
+        if variant.way == "pull":
+            schedule: Any = SimpleNamespace(peer_rank=order.other, peer_token_idx=order.index)
+            return {str(programs[0]): lambda: executor.dispatch(self.call, schedule, "x", rows, 1, self.out[rows])}
+        schedule = SimpleNamespace(peer_rank=order.other, peer_token_idx=order.index + self.rank * self.rows)
+        return {str(programs[0]): lambda: executor.push(self.call, schedule, "slots", rows, self.x[rows])}
+
+
+def measure_rows(link: Link, variants: Sequence[Variant], routings: Sequence[Routing], programs: Sequence[int]) -> list[dict[str, Any]]:
+    """A line and a row per variant and routing. A variant that does not compile or moves rows wrongly is said to."""
     rows = []
-    gigabytes = link.rows * link.hidden * 2 * 1e-9
     for variant in variants:
-        for share in shares:
+        for routing in routings:
+            gigabytes = most_rows(link.rows, link.size, routing) * link.hidden * 2 * 1e-9
             problem = ""
             try:
-                runs = link.runs(variant, share, programs)
-                problem = link.problem(variant, share, runs[str(programs[0])])
+                runs = link.runs(variant, routing, programs)
+                problem = link.problem(variant, routing, runs[str(programs[0])])
             except Exception as error:
                 problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             problem = ranks.first_problem(problem)
-            name = variant.name + (f", {share:.0%} remote" if share < 1 else "")
+            name = ", ".join(filter(None, (variant.name, routing.name)))
             if problem:
                 say(f"{name:34} {problem}")
                 continue
             ms = link.time(runs)
             rate = {int(count): round(gigabytes / (value * 1e-3), 1) for count, value in ms.items()}
             say(f"{name:34} " + "  ".join(f"{count}: {value:5.1f}" for count, value in rate.items()))
-            rows.append(dict(suite="comm", variant=variant.name, share=share, gbs=rate, T=link.rows, H=link.hidden, ep=link.size))
+            share = routing.share if routing.to_rank_0 is None else (link.size - 1) / link.size
+            row = dict(suite="comm", variant=variant.name, share=share, gbs=rate, T=link.rows, H=link.hidden, ep=link.size)
+            rows.append(row | ({"routing": routing.name} if routing.to_rank_0 is not None else {}))
     return rows
 
 
 def measure_copies(link: Link) -> list[dict[str, Any]]:
-    """What does not go through a program: the copy engine of the device, and NCCL."""
+    """What does not go through a program: the copy engine of the device, and NCCL; on the CPU plain copies."""
     sent = [0] * link.size
     sent[link.peer] = link.rows
     received = [0] * link.size
     received[(link.rank - 1) % link.size] = link.rows
     part = link.peer_slots[link.rank * link.rows : (link.rank + 1) * link.rows]
-    ms = link.time(
-        {
-            "copy from the peer": lambda: link.out.copy_(link.peer_x),
-            "copy to the peer": lambda: part.copy_(link.x),
-            "NCCL all-to-all": lambda: dist.all_to_all_single(link.out, link.x, received, sent),
-        }
-    )
+    runs: dict[str, Callable[[], object]] = {
+        "copy from the peer": lambda: link.out.copy_(link.peer_x),
+        "copy to the peer": lambda: part.copy_(link.x),
+    }
+    if link.device.type == "cuda":
+        runs["NCCL all-to-all"] = lambda: dist.all_to_all_single(link.out, link.x, received, sent)
+    ms = link.time(runs)
     gbs = {name: round(link.rows * link.hidden * 2 * 1e-6 / value, 1) for name, value in ms.items()}
     for name, value in gbs.items():
         say(f"{name:34} {value:5.1f}")
     return [dict(suite="comm", variant=name, share=1.0, gbs=value, T=link.rows, H=link.hidden, ep=link.size) for name, value in gbs.items()]
 
 
+PUSHED, POLLED = "flag, one way", "flag polled in the peer's memory, one way"
+
+
 def measure_latency(link: Link) -> list[dict[str, Any]]:
     """Microseconds of signals, and of the copy that publishes."""
-    import triton
-
-    from mok.bench import comm_kernels as kernels
-    from mok.kernels.signals import barrier
-
-    control, count, limit = link.memory.addresses["control"], 200, 20_000_000
-    lanes = triton.next_power_of_2(link.size)
-
-    def ping_pong() -> None:
-        kernels.ping_pong_kernel[(1,)](
-            link.memory.addresses["flag"], link.gave_up, link.rank, link.peer, link.flag, count, limit, num_warps=1
-        )
-        link.flag += count
-
-    runs: dict[str, Callable[[], object]] = {
-        "barrier, launched": lambda: barrier(control, link.rank, link.size, limit),
-        "barrier, in a kernel": lambda: kernels.meet_kernel[(1,)](control, link.rank, limit, count, R=link.size, LANES=lanes, num_warps=1),
-    }
-    if link.size == 2:
-        runs["flag, one way"] = ping_pong
-    tokens = [count for count in (256, 2048, 8192) if count <= link.rows]
-    for count_of in tokens:
-        runs[f"publish {count_of} tokens"] = functools.partial(lambda n: link.x[:n].copy_(link.out[:n]), count_of)
-    link.meet()
-    us = {name: 1e3 * value for name, value in link.time(runs, 20).items()}
-    us["barrier, in a kernel"] /= count
-    if link.size == 2:
-        us["flag, one way"] /= 2 * count
-    problem = f"{int(link.gave_up)} waits for a flag were given up" if int(link.gave_up) else ""
-    if failure := link.memory.failure():
-        problem = f"a barrier was given up: {failure}"
+    us, problem = latencies_on_cpu(link) if isinstance(link, HostLink) else latencies(link)
     if problem := ranks.first_problem(problem):
         say(problem)
         return []
@@ -269,14 +345,89 @@ def measure_latency(link: Link) -> list[dict[str, Any]]:
     return [dict(suite="comm", variant=name, us=round(value, 3), H=link.hidden, ep=link.size) for name, value in us.items()]
 
 
+def publishing(link: Link) -> dict[str, Callable[[], object]]:
+    """Copies of some tokens to where peers see them."""
+    copy = lambda count: link.x[:count].copy_(link.out[:count])  # noqa: E731
+    return {f"publish {count} tokens": functools.partial(copy, count) for count in (256, 2048, 8192) if count <= link.rows}
+
+
+def latencies(link: Link) -> tuple[dict[str, float], str]:
+    """Microseconds, and what went wrong."""
+    import triton
+
+    from mok.bench import comm_kernels as kernels
+    from mok.kernels.signals import barrier
+
+    control, count, limit = link.memory.addresses["control"], 200, 20_000_000
+    lanes = triton.next_power_of_2(link.size)
+
+    def ping_pong(remote: bool) -> None:
+        kernels.ping_pong_kernel[(1,)](
+            link.memory.addresses["flag"], link.gave_up, link.rank, link.peer, link.flag, count, limit, REMOTE=remote, num_warps=1
+        )
+        link.flag += count
+
+    runs: dict[str, Callable[[], object]] = {
+        "barrier, launched": lambda: barrier(control, link.rank, link.size, limit),
+        "barrier, in a kernel": lambda: kernels.meet_kernel[(1,)](control, link.rank, limit, count, R=link.size, LANES=lanes, num_warps=1),
+    }
+    if link.size == 2:
+        runs |= {PUSHED: lambda: ping_pong(False), POLLED: lambda: ping_pong(True)}
+    runs |= publishing(link)
+    link.meet()
+    us = {name: 1e3 * value for name, value in link.time(runs, 20).items()}
+    us["barrier, in a kernel"] /= count
+    for name in (PUSHED, POLLED) if link.size == 2 else ():
+        us[name] /= 2 * count
+    problem = f"{int(link.gave_up)} waits for a flag were given up" if int(link.gave_up) else ""
+    if failure := link.memory.failure():
+        problem = f"a barrier was given up: {failure}"
+    return us, problem
+
+
+def latencies_on_cpu(link: HostLink) -> tuple[dict[str, float], str]:
+    """The same of the host's fabric: agreeing on a call, which all ranks come to; that and one state of it; and flags in shared memory."""
+    count = 50
+    own, other = (link.call.region("flag", rank).numpy() for rank in (link.rank, link.peer))
+    given_up = 0
+
+    def ping_pong(remote: bool) -> None:
+        nonlocal given_up
+        raised, polled = (own, other) if remote else (other, own)
+        for i in range(link.flag + 1, link.flag + count + 1):
+            if link.rank == 0:
+                raised[0] = i
+            start = time.monotonic()
+            while polled[0] < i and (waited := time.monotonic() - start) < PATIENCE_S:
+                time.sleep(0 if waited < 1e-3 else 50e-6)  # ranks may be more than cores
+            given_up += int(polled[0] < i)
+            if link.rank == 1:
+                raised[0] = i
+        link.flag += count
+
+    def signal() -> None:
+        with link.begin() as call:
+            call.signal("published")
+            for peer in range(link.size):
+                call.wait("published", peer, "comm")
+
+    runs: dict[str, Callable[[], object]] = {"barrier": link.begin, "barrier and a signal": signal}
+    if link.size == 2:
+        runs |= {PUSHED: lambda: ping_pong(False), POLLED: lambda: ping_pong(True)}
+    us = {name: 1e3 * value for name, value in link.time({**runs, **publishing(link)}, 6).items()}
+    for name in (PUSHED, POLLED) if link.size == 2 else ():
+        us[name] /= 2 * count
+    return us, f"{given_up} waits for a flag were given up" if given_up else ""
+
+
 def say(line: str) -> None:
     if dist.get_rank() == 0:
         print(line, flush=True)
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> int:
-    link = Link(options.rows, options.hidden, device)
-    programs = [int(count) for count in options.programs.split(",")]
+    link = (Link if device.type == "cuda" else HostLink)(options.rows, options.hidden, device)
+    programs = [int(count) for count in options.programs.split(",")] if device.type == "cuda" else [1]
     chosen = lambda variants: [v for v in variants if re.search(options.variants, v.name)]  # noqa: E731
     rows: list[dict[str, Any]] = []
     say(f"GB/s per direction by number of programs, {link.rows} rows of {2 * link.hidden} bytes per rank")
@@ -285,29 +436,32 @@ def measure(options: argparse.Namespace, device: torch.device) -> int:
         if part == "latency":
             rows += measure_latency(link)
         elif part == "skew":
-            both = [v for v in (*pull_variants(), *push_variants()) if v.mixed]
-            rows += measure_rows(link, chosen(both) if options.variants else [v for v in both if v.name in SKEW], SHARES, programs)
+            both = [v for v in (*link.pulls(), *link.pushes()) if v.mixed]
+            rows += measure_rows(link, chosen(both) if options.variants else [v for v in both if v.name in SKEW], SKEWED, programs)
         else:
             if part == "pull":
                 rows += measure_copies(link)
-            rows += measure_rows(link, chosen(pull_variants() if part == "pull" else push_variants()), [1.0], programs)
+            rows += measure_rows(link, chosen(link.pulls() if part == "pull" else link.pushes()), [ALL_REMOTE], programs)
         if link.rank == 0 and options.out:
             report.write(options.out, rows, options.commit)
     return 0
 
 
-SKEW = ("layer w8 32x512", "ld w16 16x1024", "async w8 8x1024 s4", "st w8 16x1024")  # the first one is what the layer does
+SKEW = ("layer w8 32x512", "ld w16 16x1024", "async w8 8x1024 s4", "st w8 16x1024", *(v.name for v in HOST_VARIANTS))
+"""The first one is what the layer does, the last two what the executor does."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="mok.bench.comm", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ranks", type=report.count, default=2, help="processes, one GPU each; a launcher's number wins")
+    cuda = torch.cuda.is_available()
+    rows, hidden = (16384, 7168) if cuda else (1024, 1024)
+    parser.add_argument("--ranks", type=report.count, default=2, help="processes, one GPU each where there are GPUs; a launcher's wins")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--variants", default="", help="a regular expression that names must contain")
-    parser.add_argument("--programs", default=",".join(map(str, PROGRAMS)))
-    parser.add_argument("--rows", type=int, default=16384, help="of a rank, a multiple of 128")
-    parser.add_argument("--hidden", type=int, default=7168, help="a multiple of 1024")
+    parser.add_argument("--programs", default=",".join(map(str, PROGRAMS)), help="on GPUs")
+    parser.add_argument("--rows", type=int, default=rows, help="of a rank, a multiple of 128")
+    parser.add_argument("--hidden", type=int, default=hidden, help="a multiple of 1024")
     parser.add_argument("--limit", type=report.seconds, default=570.0, help="seconds after which all processes are ended")
     parser.add_argument("--commit", default="", help="the commit measured, where there is no git repository")
     parser.add_argument("--out")
@@ -319,7 +473,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--hidden={options.hidden}: must be a multiple of 1024")
     if options.rows % 128:
         parser.error(f"--rows={options.rows}: must be a multiple of 128")
-    if torch.cuda.device_count() < options.ranks:
+    if cuda and torch.cuda.device_count() < options.ranks:
         parser.error(f"--ranks={options.ranks}: there are {torch.cuda.device_count()} GPUs")
     report.refuse_unwritable(parser, out=options.out)
     if not ranks.launched():

@@ -168,22 +168,25 @@ def meet_kernel(control_ptrs, rank, limit, count, R: tl.constexpr, LANES: tl.con
 
 
 @triton.jit(do_not_specialize=["rank", "peer", "base", "count", "limit"])
-def ping_pong_kernel(flag_ptrs, gave_up_ptr, rank, peer, base, count, limit):
-    """Ranks 0 and 1 raise each other's flag in turn, from base + 1 to base + count. One program.
+def ping_pong_kernel(flag_ptrs, gave_up_ptr, rank, peer, base, count, limit, REMOTE: tl.constexpr):
+    """Ranks 0 and 1 raise flags in turn, from base + 1 to base + count: each other's, and poll their own, or, REMOTE, their own, and poll
+    the other's. One program.
 
     gave_up counts the waits that were given up after `limit` readings.
     """
     own = peer_address(flag_ptrs, rank, tl.int32)
     other = peer_address(flag_ptrs, peer, tl.int32)
+    raised = own if REMOTE else other
+    polled = other if REMOTE else own
     for i in range(base + 1, base + count + 1):
         if rank == 0:
-            tl.atomic_xchg(other, i, sem="release", scope="sys")
-        found = tl.atomic_add(own, 0, sem="acquire", scope="sys")
+            tl.atomic_xchg(raised, i, sem="release", scope="sys")
+        found = tl.atomic_add(polled, 0, sem="acquire", scope="sys")
         polls = found * 0
         while (found < i) & (polls < limit):
-            found = tl.atomic_add(own, 0, sem="acquire", scope="sys")
+            found = tl.atomic_add(polled, 0, sem="acquire", scope="sys")
             polls += 1
         if found < i:
             tl.atomic_add(gave_up_ptr, 1)
         if rank == 1:
-            tl.atomic_xchg(other, i, sem="release", scope="sys")
+            tl.atomic_xchg(raised, i, sem="release", scope="sys")

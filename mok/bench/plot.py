@@ -94,7 +94,8 @@ def _of_comm(figure: Any, rows: Sequence[Row]) -> None:
     for row in rows:
         if isinstance(row.get("gbs"), dict):
             rates = sorted((int(programs), value) for programs, value in row["gbs"].items())
-            axes.plot(*zip(*rates, strict=True), marker=".", label=f"{row['variant']}, {row['share']:.0%} remote")
+            whose = row.get("routing") or f"{row['share']:.0%} remote"
+            axes.plot(*zip(*rates, strict=True), marker=".", label=f"{row['variant']}, {whose}")
     axes.set_xlabel("programs")
     axes.set_ylabel("GB/s")
     axes.legend(frameon=False, fontsize=6, ncols=2)
