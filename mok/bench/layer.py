@@ -235,15 +235,15 @@ def memory_row(name: str, problem: OneDevice, contestants: Sequence[TorchLayer])
     )  # fmt: skip
 
 
-def right_rivals(problem: OneDevice, layers: Sequence[TorchLayer]) -> tuple[list[TorchLayer], dict[str, str]]:
-    """Those that run and are near the layer in output and gradients, and what is wrong with the others."""
+def right_rivals(problem: OneDevice, layers: Sequence[TorchLayer], ours: Any) -> tuple[list[TorchLayer], dict[str, str]]:
+    """Those that run and are near a layer of ours in output and gradients, and what is wrong with the others."""
     if not layers:
         return [], {}
     good, wrong = [], {}
     batch = problem.inputs[0]
-    gradients = problem.layer.backward(batch, problem.layer.forward(batch, True)[1])
+    gradients = ours.backward(batch, ours.forward(batch, True)[1])
     with torch.no_grad():
-        out = problem.layer.forward(batch)[0]
+        out = ours.forward(batch)[0]
     for rival in layers:
         try:
             error = max(checks.relative_error(rival(*batch[:3]).detach(), out), step_error(rival, batch, gradients))
@@ -256,15 +256,28 @@ def right_rivals(problem: OneDevice, layers: Sequence[TorchLayer]) -> tuple[list
     return good, wrong
 
 
-def measure(name: str, shape: Shape, device: torch.device, repeats: int, warmup: int = 3) -> tuple[list[Row], list[str], dict[str, str]]:
-    """Rows for forward, backward and memory, their lines, and what was not measured."""
-    problem = OneDevice(shape, device)
+def measure(
+    name: str, shape: Shape, device: torch.device, repeats: int, warmup: int = 3, precision: Precision = "bf16"
+) -> tuple[list[Row], list[str], dict[str, str]]:  # fmt: skip
+    """Rows for forward, backward and memory, their lines, and what was not measured. In another precision than bf16 weights are quantized
+    beforehand, and the same layer in bf16 is timed, too; other contestants remain in bf16, and must be near that layer."""
+    problem = OneDevice(shape, device, precision=precision)
     baseline = TorchLayer(*problem.experts)
-    others, products, missing = rivals.one_gpu(problem.experts, problem.inputs[0].ids_TK)
-    others, wrong = right_rivals(problem, others)
+    products: dict[str, Callable[[], object]] = {}
+    layers, found, missing = rivals.one_gpu(problem.experts, problem.inputs[0].ids_TK)
+    products |= found
+    in_bf16 = problem.layer if precision == "bf16" else problem.make_layer()
+    others, wrong = right_rivals(problem, layers, in_bf16)
     contestants = [baseline, *others]
+    backwards: dict[str, Callable[[], object]] = {}
+    if precision != "bf16":
+        products["mok in bf16"] = problem.turns.of(in_bf16.forward, problem.inputs)
+        if device.type == "cuda":
+            backwards = other_backwards(problem, in_bf16)
     forward, forward_line = forward_row(name, problem, contestants, products, repeats, {}, warmup)
-    backward, backward_line = backward_row(name, problem, contestants, repeats, {}, warmup=warmup)
+    backward, backward_line = backward_row(name, problem, contestants, repeats, {}, warmup=warmup, others=backwards)
+    del in_bf16, products  # and what they keep
+    backwards.clear()
     memory = memory_row(name, problem, contestants)
     if memory["gib"] is not None:
         backward_line += f"; memory {memory['gib']} GiB, torch {memory['baselines'][baseline.name]['gib']}"
@@ -355,10 +368,11 @@ def mxfp8_others(problem: OneDevice) -> dict[str, Callable[[], object]]:
     return others
 
 
-def other_backwards(problem: OneDevice) -> dict[str, Callable[[], object]]:
-    """The backward that quantizes its weights itself, and the one in bf16."""
+def other_backwards(problem: OneDevice, in_bf16: Any = None) -> dict[str, Callable[[], object]]:
+    """The backward that quantizes its weights itself, and the one in bf16, of this layer or one of its own."""
     calls = {}
-    for label, layer, options in (("quantizing", problem.layer, dict(quantize=True)), ("mok in bf16", problem.make_layer(), {})):
+    in_bf16 = in_bf16 or problem.make_layer()
+    for label, layer, options in (("quantizing", problem.layer, dict(quantize=True)), ("mok in bf16", in_bf16, {})):
         kept = [layer.forward(batch, True)[1] for batch in problem.inputs]
         calls[label] = problem.turns.of(layer.backward, problem.inputs, kept, **options)
     return calls

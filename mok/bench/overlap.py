@@ -12,6 +12,10 @@ Times are of the kernel with its barriers, the copy that publishes x, and the su
 exposed communication is full - alone, and the hidden part of it moving - exposed. On the CPU the executor's steps are replaced by ones
 that do nothing.
 
+Of the forward alone: the backward's parts do not come apart so. Without experts a group has neither slices of d_gate nor weights'
+gradients, forms that its kernels do not have; d_weights are pushed by the tasks that multiply; and tiles of padding rows in place of
+d_x's would be ready before their d_gate is, so that products would no longer wait as they do.
+
 Legend: T tokens of a rank, H hidden, I intermediate, E experts of all ranks, L experts of this rank, K choices per token, R ranks.
 """
 

@@ -9,7 +9,7 @@
     comm       rows and signals between two GPUs                               (mok/bench/comm.py)
 
 The first four run in this process; the others start one per rank, and take further options of their own. A suite that comes to its limit
-ends there, and says what it left out. Without a GPU all but comm run on the CPU's executor, on tiny shapes.
+ends there, and says what it left out. Without a GPU they run on the CPU's executor, on tiny shapes.
 
 Legend: T tokens of a rank, H hidden, I intermediate, E experts of all ranks, K choices per token, R ranks.
 """
@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from mok.bench.shapes import ONE_GPU, SLICE_RANKS, TINY, Shape, choose, slices
 from mok.bench.timing import medians
 from mok.bench.warm import warm
 from mok.config import TILE_M
+from mok.quantize import Precision
 from mok.schedule import Schedule, build_schedule, local_experts, sort_routes
 
 IN_PROCESS = ("layer", "minibatch", "schedule", "scaling")
@@ -84,14 +85,16 @@ def every_shape() -> dict[str, Shape]:
     return {**ONE_GPU, **{name: shape for ranks in SLICE_RANKS for name, shape in slices(ranks).items()}}
 
 
-def layer_rows(shapes: dict[str, Shape], repeats: int, limit: Limit, missing: dict[str, str]) -> list[Row]:
+def layer_rows(
+    shapes: dict[str, Shape], repeats: int, limit: Limit, missing: dict[str, str], precision: Precision = "bf16"
+) -> list[Row]:  # fmt: skip
     rows: list[Row] = []
-    warm(shapes.values(), 0.5 * limit.seconds)
+    warm(shapes.values(), 0.5 * limit.seconds, precision=precision)
     for name, shape in shapes.items():
         if limit.over(name):
             continue
         try:
-            found, lines, why = measure(name, shape, default_device(), repeats)
+            found, lines, why = measure(name, shape, default_device(), repeats, precision=precision)
         except Exception as error:  # no speed of what is wrong
             missing[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             _say(f"{name}: {missing[name]}")
@@ -318,7 +321,7 @@ def comm_table(rows: Sequence[Row]) -> list[Row]:
         rates = gbs if isinstance(gbs, dict) else {"": gbs}
         programs = max(rates, key=lambda count: rates[count]) if rates else ""
         best = {"best GB/s": rates.get(programs), "programs": programs, "us": row.get("us")}
-        lines.append({"": row["variant"], "remote": row.get("share", 1.0), **best})
+        lines.append({"": ", ".join(filter(None, (row["variant"], row.get("routing")))), "remote": row.get("share", 1.0), **best})
     return lines
 
 
@@ -343,7 +346,7 @@ def _of_ranks(options: argparse.Namespace, more: Sequence[str]) -> tuple[int, di
     with tempfile.TemporaryDirectory(prefix="mok-") as folder:
         out = Path(folder) / "rows.json"
         command = [sys.executable, "-m", f"mok.bench.{options.suite}", "--out", str(out), *more]
-        for name in ("ranks", "shapes", "repeats", "limit"):
+        for name in ("ranks", "shapes", "repeats", "limit", "precision"):
             value = getattr(options, name)
             if value is not None and not (options.suite == "comm" and name in ("shapes", "repeats")):
                 command += [f"--{name}", str(value)]
@@ -365,7 +368,8 @@ def _in_process(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
     limit = Limit(options.limit or LIMIT_S)
     missing: dict[str, str] = {}
     _say(report.headline())
-    rows = ROWS[options.suite](shapes, options.repeats or 20, limit, missing)
+    of_suite: dict[str, Any] = {"precision": options.precision or "bf16"} if options.suite == "layer" else {}
+    rows = ROWS[options.suite](shapes, options.repeats or 20, limit, missing, **of_suite)
     missing |= {name: f"left out: the suite's {limit.seconds:g} seconds were over" for name in limit.left_out}
     return report.document(rows, options.commit, missing)
 
@@ -378,12 +382,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", help="known ones, PRESET/RANKS, or TxHxIxExK; a suite's own by default")
     parser.add_argument("--repeats", type=report.count, help="timed calls of each contestant")
     parser.add_argument("--ranks", type=report.count, help="of overlap, ep and comm")
+    parser.add_argument("--precision", choices=get_args(Precision), help="of layer and ep: of the experts' products")
     parser.add_argument("--limit", type=report.seconds, help=f"seconds; {LIMIT_S:g} by default")
     parser.add_argument("--json", action="store_true", help="print the rows as one JSON object instead of a table")
     parser.add_argument("--plot", metavar="PNG", help="the picture to write; needs matplotlib")
     parser.add_argument("--out", metavar="JSON", help="write the rows to a file, too")
     parser.add_argument("--commit", default="", help="the commit measured, where there is no git repository")
     options, more = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
+    if options.precision and options.suite not in ("layer", "ep"):
+        parser.error(f"--precision={options.precision}: of the suites layer and ep; {options.suite} is in bf16")
     if more and options.suite in IN_PROCESS:
         parser.error(f"{more[0]}: the suite {options.suite} has no such option")
     if options.plot and not importlib.util.find_spec("matplotlib"):

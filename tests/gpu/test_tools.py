@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from mok import doctor, trace, tune
-from mok.bench import layers, suites, warm
+from mok.bench import comm, layers, suites, warm
 from mok.bench.layer import OneDevice
 from mok.bench.shapes import ONE_GPU, Shape
 
@@ -93,12 +93,40 @@ def run(tmp_path, *arguments: str) -> dict:
     return json.loads(out.read_text())
 
 
-def test_the_suite_layer(tmp_path):
-    made = run(tmp_path, "layer", "--shapes", NAME, "--repeats", "4")
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "mxfp8"])
+def test_the_suite_layer(tmp_path, precision):
+    made = run(tmp_path, "layer", "--shapes", NAME, "--repeats", "4", "--precision", precision)
+    assert {row["precision"] for row in made["rows"]} == {precision}
+    assert ("mok in bf16" in made["rows"][0].get("products_tflops", {})) == (precision != "bf16")
+    assert ("mok in bf16" in made["rows"][1].get("others_tflops", {})) == (precision != "bf16")
     assert [row["direction"] for row in made["rows"]] == ["fwd", "bwd", "memory"]
     memory = made["rows"][2]
     assert 0 < memory["gib"] <= memory["limit_gib"] < 2 and memory["baselines"]["torch gather"]["gib"] > 0
     assert all(row["ms"] > 0 for row in made["rows"][:2])
+
+
+@pytest.mark.skipif(GPUS < 2, reason="between two GPUs")
+def test_the_suite_comm(tmp_path):
+    sizes = ("--rows", "2048", "--hidden", "1024", "--programs", "8,16")
+    rows = run(tmp_path, "comm", "--ranks", "2", "--parts", "skew,latency", *sizes)["rows"]
+    for routing in ("one rank", "hot expert"):
+        moved = [row for row in rows if row.get("routing") == routing]
+        assert len(moved) == 4 and all(min(row["gbs"].values()) > 1 for row in moved), moved
+    us = {row["variant"]: row["us"] for row in rows if row.get("us")}
+    assert 0 < us[comm.PUSHED] < 1000 and 0 < us[comm.POLLED] < 1000
+
+
+@pytest.mark.skipif(GPUS < 2, reason="between two GPUs")
+def test_a_trace_of_two_ranks_has_arrows_between_them(tmp_path):
+    out = tmp_path / "trace.json"
+    assert trace.main(["--ranks", "2", "--shapes", "8192x2048x1024x16x4", "--out", str(out), "--json"]) == 0
+    ends: dict[int, list[dict]] = {}
+    for event in json.loads(out.read_text())["traceEvents"]:
+        if event["ph"] in "sf":
+            ends.setdefault(event["id"], []).append(event)
+    across = [pair for pair in ends.values() if pair[0]["pid"] != pair[1]["pid"]]
+    assert [pair[0]["name"] for pair in across].count("published") == 4, "each way, forward and backward"
+    assert all(start["ts"] <= end["ts"] for start, end in across if start["name"] == "pushed")
 
 
 def test_the_suite_minibatch(tmp_path):
