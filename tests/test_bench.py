@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mok import executor, quantize, reference, tune
-from mok.bench import baselines, checks, comm, ep, layer, layers, overlap, ranks, report, rivals, shapes, suites, timing
+from mok.bench import baselines, checks, comm, ep, layer, layers, overlap, plot, ranks, report, rivals, shapes, suites, timing
 from mok.config import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,6 +63,70 @@ def test_versions_against_each_other():
     assert len(lines) == 3 and all(f" {label} " in lines[2] for label in ("a", "a torch", "a cublas", "b"))
 
 
+# ---- all of them ----
+
+
+@pytest.fixture
+def everything(tmp_path, monkeypatch):
+    """benchmarks/all.py, and its results, of two GPUs that are not there."""
+    specification = importlib.util.spec_from_file_location("everything", ROOT / "benchmarks" / "all.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    return module, module.Results(tmp_path, "abc")
+
+
+def test_all_commands_are_timed_and_end(everything):
+    _, results = everything
+    assert results.run("short", "-c", "print(7)") == "7\n" and results.done and 0 < results.seconds["short"] < 60
+    assert results.run("wrong", "-c", "print(7); raise SystemExit(3)") is None and not results.done
+    results.done = True
+    start = time.monotonic()
+    assert results.run("long", "-c", "import time; time.sleep(300)", limit_s=1.0) is None and not results.done
+    assert 1 <= results.seconds["long"] <= time.monotonic() - start < 60
+
+
+def test_all_files_are_made_of_what_the_commands_wrote(everything, monkeypatch, tmp_path):
+    module, results = everything
+    commands = {}
+
+    def run(name, *command, gpu=None, limit_s=0.0):
+        commands[name], results.seconds[name] = command, 1.5
+        if "--out" in command:
+            report.write(command[command.index("--out") + 1], [dict(suite="layer", shape=name)], missing={f"{name}/x": "why"})
+        for option in ("--png", "--plot"):
+            if option in command:
+                Path(command[command.index(option) + 1]).write_bytes(b"picture")
+        about = [dict(direction=way, kernel_us=500.0, accounted=accounted, shares={"up": 0.9}) for way, accounted in of_trace.items()]
+        return "a warning\n" + json.dumps(about, indent=1) + "\nanother [one]\n"
+
+    def made(file):
+        return json.loads((tmp_path / file).read_text())
+
+    monkeypatch.setattr(results, "run", run)
+    of_trace = {"forward": 0.999, "backward": 1.01}
+    module.alone(results, ["presets", "suites"])
+    module.trace(results)
+    module.curves(results)
+    jobs = module.of_presets()
+    listed = [name for job in jobs.values() for name in job[-1].split(",")]
+    assert listed == [*shapes.slices(8), *shapes.slices(64)] and "170" in jobs["presets-8-0"]
+    whole = made("cpu-presets.json")
+    assert sorted(row["shape"] for row in whole["rows"]) == sorted(jobs) and set(whole["seconds"]) == set(jobs)
+    assert set(whole["missing"]) == {f"{name}/x" for name in jobs}
+    scaling = made("cpu-scaling.json")
+    assert scaling["seconds"] == {"scaling": 1.5} and [row["shape"] for row in scaling["rows"]] == ["scaling"]
+    forward, backward = made("cpu-trace.json")["rows"]
+    assert (forward["ms"], forward["direction"], backward["accounted"], backward["ratio"]) == (0.5, "fwd", 1.01, None)
+    assert forward["tflops"] == pytest.approx(6 * 2048 * 8 * 7168 * 2048 / 5e-4 * 1e-12, rel=1e-3) and backward["shares"] == {"up": 0.9}
+    assert (tmp_path / "cpu-trace.png").read_bytes() == (tmp_path / "cpu-curves.png").read_bytes() == b"picture"
+    assert made("cpu-curves.json")["seconds"] == {"curves": 1.5} and results.done
+    of_trace["backward"] = 1.03
+    module.trace(results)
+    assert not results.done, "a trace that does not add up"
+    assert module.trace_rows([dict(direction="forward", kernel_us=None, accounted=1.0)])[1], "nor one without the profiler's time"
+
+
 # ---- mok bench ----
 
 
@@ -73,8 +137,55 @@ def test_the_suite_layer(one_thread, tmp_path, capsys):
     rows = made["rows"]
     assert [row["direction"] for row in rows] == ["fwd", "bwd", "memory"]
     assert all(row["suite"] == "layer" and row["shape"] == "tiny" and "torch gather" in row["baselines"] for row in rows)
+    assert all(list(row)[: len(report.FORM)] == list(report.FORM) for row in rows) and rows[1]["cublas_tflops"] is None
     assert set(made["missing"]) == {"liger fused_moe", "sonic-moe", "DeepGEMM products", "DeepEP + torch"}
     assert "not importable" in made["missing"]["sonic-moe"]
+
+
+class Another(baselines.TorchLayer):
+    name = "another"
+
+
+def test_the_suite_layer_in_fp8(one_thread, tmp_path, monkeypatch, capsys):
+    """The layer in fp8 beside itself in bf16; other libraries must be near the latter."""
+    monkeypatch.setattr(rivals, "one_gpu", lambda experts, ids: ([Another(*experts)], {}, {}))
+    assert suites.main(["layer", "--repeats", "1", "--precision", "fp8", "--out", str(tmp_path / "a.json")]) == 0
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert [(row["direction"], row["precision"]) for row in rows] == [(way, "fp8") for way in ("fwd", "bwd", "memory")]
+    assert set(rows[0]["products_tflops"]) == {"mok in bf16"} and "another" in rows[1]["baselines"]
+    assert "not measured" not in capsys.readouterr().out
+
+
+def test_rows_of_one_form():
+    """The example of `report.complete`, what a row has stays, and every recorded file is read as before."""
+    made = report.complete({"suite": "schedule", "R": 8, "us": 57.3})
+    assert made["ep"] == 8 and made["ms"] == 0.0573 and list(made)[-2:] == ["R", "us"]
+    assert {made[name] for name in set(report.FORM) - {"suite", "ep", "ms"}} == {None}
+    assert report.complete({"suite": "train", "gpus": 2})["ep"] == 2 and report.complete({"us": 3.0, "ms": 1.0, "ep": 4})["ms"] == 1.0
+    (row,) = report.document([dict(ratio=2.0, own=1)])["rows"]
+    assert list(row) == [*report.FORM, "own"] and row["ratio"] == 2.0
+    for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        for row in json.loads(file.read_text())["rows"]:
+            completed = report.complete(row)
+            assert list(completed)[: len(report.FORM)] == list(report.FORM)
+            assert {name: completed[name] for name in row} == row, file.name
+
+
+def test_completed_rows_make_the_tables_and_the_pictures(tmp_path):
+    """Of every recorded file, but that of two precisions, which no suite writes."""
+    pytest.importorskip("matplotlib")
+    seen = set()
+    for file in sorted((ROOT / "benchmarks" / "results").glob("h200*.json")):
+        rows = [report.complete(row) for row in json.loads(file.read_text())["rows"]]
+        suite = rows[0]["suite"]
+        if file.stem.endswith("-formats") or suite not in plot.DRAWN:
+            continue
+        seen.add(suite)
+        assert suite not in suites.TABLES or len(suites.TABLES[suite](rows)) > 1
+        picture = tmp_path / f"{file.stem}.png"
+        plot.draw(suite, rows, picture)
+        assert picture.stat().st_size > 10_000
+    assert seen >= {"layer", "minibatch", "schedule", "scaling", "overlap", "ep", "comm", "curves"}
 
 
 def test_the_suite_minibatch_without_multiprocessors(one_thread, tmp_path, capsys):
@@ -170,6 +281,7 @@ def test_what_a_suite_refuses(capsys, monkeypatch):
         (["layer", "--parts", "pull"], "--parts: the suite layer has no such option"),
         (["scaling", "--ranks", "2"], "--ranks=2: the suite scaling runs on one device"),
         (["everything"], "invalid choice: 'everything'"),
+        (["scaling", "--precision", "fp8"], "--precision=fp8: of the suites layer and ep; scaling is in bf16"),
         (["layer", "--out", "none/a.json"], "--out=none/a.json: cannot be written (No such file or directory)"),
         (["layer", "--plot", "."], "--plot=.: cannot be written (Is a directory)"),
         (["overlap", "--out", "none/a.json"], "--out=none/a.json: cannot be written"),
@@ -405,7 +517,6 @@ def test_ranks_end_with_whoever_asked_for_them():
 
 
 def test_a_bad_option_is_named(capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for main, argument, message in (
         (ep.main, "--shapes=huge", "--shapes=huge: must be some of tiny"),
         (ep.main, "--shapes=tiny,", "--shapes=: must be some of tiny"),
@@ -415,13 +526,19 @@ def test_a_bad_option_is_named(capsys, monkeypatch):
         (ep.main, "--directions=up", "--directions=up: must be some of fwd,bwd"),
         (comm.main, "--parts=pull,talk", "--parts=talk: must be some of pull"),
         (comm.main, "--hidden=1000", "--hidden=1000: must be a multiple of 1024"),
-        (comm.main, "--ranks=2", "--ranks=2: there are 0 GPUs"),
         (ep.main, "--out=none/a.json", "--out=none/a.json: cannot be written"),
         (ep.main, "--ranks=-1", "--ranks: -1: must be at least 1"),
     ):
         with pytest.raises(SystemExit) as error:
             main([argument])
         assert error.value.code == 2 and message in capsys.readouterr().err, argument
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        for main in (comm.main, overlap.main, ep.main):
+            with pytest.raises(SystemExit) as error:
+                main(["--ranks=2"])
+            assert error.value.code == 2 and "--ranks=2: there are 1 GPUs" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(SystemExit):
@@ -437,6 +554,53 @@ def test_every_way_moves_the_right_rows():
     assert len(answer["found"]) >= 7
     assert not [name for name, problems in answer["found"].items() if any(problems)], answer["found"]
     assert "rows of rank 1 are wrong" in answer["broken"]
+    assert sum(", one rank" in name for name in answer["found"]) >= 5
+    both = [3, 3, 0]  # what the two flags were raised to, and the waits that were given up
+    assert answer["turns"] == {"False [0, 1]": both, "True [0, 1]": both, "False [0]": [0, 3, 3], "True [0]": [3, 0, 3]}
+
+
+def test_every_row_goes_once_to_whom_it_is_for():
+    """The example of `make_order`; and each rank's rows, over all orders."""
+    cpu = torch.device("cpu")
+    sizes = lambda routing: [comm.make_order(256, rank, 2, routing, cpu).other.bincount(minlength=2).tolist() for rank in (0, 1)]  # noqa: E731
+    assert sizes(comm.Routing(to_rank_0=1.0)) == [[128, 128], [0, 0]] and sizes(comm.Routing(to_rank_0=0.5)) == [[96, 96], [32, 32]]
+    assert comm.most_rows(256, 2, comm.Routing(to_rank_0=0.5)) == 192 and comm.most_rows(256, 2, comm.Routing(0.5)) == 256
+    for size in (1, 2, 4):
+        for routing in comm.SKEWED[2:]:
+            orders = [comm.make_order(512, rank, size, routing, cpu) for rank in range(size)]
+            rows = torch.cat([512 * order.other + order.index for order in orders]).sort()[0]
+            assert torch.equal(rows, torch.cat([512 * rank + torch.arange(512 // size) for rank in range(size)]))
+            assert all(len(order.index) % 32 == 0 for order in orders)
+
+
+def test_comm_over_the_cpus_fabric(tmp_path, capsys):
+    """Two processes: every part has its rows, of rows that were checked; a table and a picture."""
+    files = str(tmp_path / "a.json"), str(tmp_path / "a.png")
+    options = ["--rows", "256", "--hidden", "1024", "--limit", "120"]
+    assert suites.main(["comm", "--ranks", "2", *options, "--out", files[0], "--plot", files[1]]) == 0
+    rows = json.loads(Path(files[0]).read_text())["rows"]
+    rates = {(row["variant"], row.get("routing") or row["share"]): row["gbs"] for row in rows if "gbs" in row}
+    moved = {(name, how) for name in ("executor's dispatch", "executor's push") for how in (0.5, 0.9, 1.0, "one rank", "hot expert")}
+    assert set(rates) == moved | {("copy from the peer", 1.0), ("copy to the peer", 1.0)}
+    assert all(rate["1"] > 0 if isinstance(rate, dict) else rate > 0 for rate in rates.values())
+    us = {row["variant"]: row["us"] for row in rows if "us" in row}
+    assert set(us) == {"barrier", "barrier and a signal", comm.PUSHED, comm.POLLED, "publish 256 tokens"} and min(us.values()) > 0
+    assert "hot expert" in capsys.readouterr().out and Path(files[1]).stat().st_size > 10_000
+
+
+def test_comm_times_no_wrong_rows(tmp_path, monkeypatch, capsys):
+    """On the CPU, one rank: a mover that loses a row has no figure."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        link = comm.HostLink(64, 1024, torch.device("cpu"))
+        for variants in (link.pulls(), link.pushes()):
+            assert len(comm.measure_rows(link, variants, [comm.ALL_REMOTE], [1])) == 1
+        real = executor.dispatch
+        monkeypatch.setattr(executor, "dispatch", lambda *given: (real(*given), given[-1][7].zero_()))
+        assert comm.measure_rows(link, link.pulls(), [comm.ALL_REMOTE], [1]) == []
+        assert "1 rows of rank 0 are wrong, first row 7" in capsys.readouterr().out
+    finally:
+        dist.destroy_process_group()
 
 
 def problem(tokens=40, hidden=32, width=24, experts=5, top_k=2):
