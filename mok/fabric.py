@@ -10,9 +10,15 @@ On the CPU every collective step is a `Call`. `begin` makes all ranks agree on i
 states (`signal`) and waits for its peers' (`wait`), never longer than the time limit. Whoever gives up posts why, and every rank that
 waits for it raises too. A failed call ends for all ranks; the next one starts clean.
 
+A rank whose peers gave up a call before it came may be late, or may have skipped that call (it raised elsewhere) and mean the next one;
+only what it does then tells. It raises once, and where its peers wait in a newer call they see that it has. A late rank now comes to the
+newer call by itself. One that does not within `patience` had skipped a call, and waits for its peers in some other place: they end the
+newer call too, naming it, and what it comes to next is the call after that.
+
 Every word of a control block has one writer, its owner, so no atomic operation is needed:
     0 arrived: number of the call it has come to    1 aborted: number of the last call it gave up
-    2.. one word per state: the number of the last call in which the state was reached
+    2 told: number of the call its peers waited in when it was told that it was late for an earlier one
+    3.. one word per state: the number of the last call in which the state was reached
 """
 
 from __future__ import annotations
@@ -39,11 +45,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 STATES = ("published", "pushed")
-_ARRIVED, _ABORTED, _FIRST_STATE = 0, 1, 2
+_ARRIVED, _ABORTED, _TOLD, _FIRST_STATE = 0, 1, 2, 3
 _WORDS = 64
 _NOTE_BYTES = 16 * 1024  # two request slots (calls alternate) and one abort report
 _CONTROL_BYTES = _WORDS * 8 + 3 * _NOTE_BYTES
 _ALIGNMENT = 256
+
+
+def patience(timeout_s: float) -> float:
+    """How many seconds ranks that have already failed a call wait for each other to come to the next: a tenth of the limit, or 1."""
+    return min(timeout_s, max(1.0, timeout_s / 10))
 
 
 class FabricError(RuntimeError):
@@ -193,18 +204,7 @@ class HostFabric(Fabric):
         """
         if self.closed:
             raise RuntimeError("this fabric is closed")
-        self._number += 1
-        number = self._number
-        for rank in range(self.size):
-            if self._words[rank][_ABORTED] == number:
-                report = self._read_note(rank, 2)
-                if report.get("operation") == operation:
-                    raise FabricError(
-                        f"rank {self.rank} came to {operation} call {number} after rank {rank} had given it up: {report['message']}",
-                        report["ranks"],
-                    )
-                self._number = number = number + 1  # the call this rank never came to; go on with the one that follows
-                break
+        number = self._next_number(operation, timeout_s)
         call = Call(self, number, operation, timeout_s)
         own = None
         if error is None:
@@ -231,6 +231,41 @@ class HostFabric(Fabric):
             call.requests = [peer["request"] for peer in call.notes]
             call.layout(regions)
         return call
+
+    def _next_number(self, operation: str, timeout_s: float) -> int:
+        """The number of the call that this rank comes to now.
+
+        Raises:
+            FabricError: its peers gave that call up before.
+        """
+        self._number += 1
+        given_up = max(words[_ABORTED] for words in self._words)
+        if given_up < self._number:
+            return self._number
+        rank = next(rank for rank, words in enumerate(self._words) if words[_ABORTED] == given_up)
+        report = self._read_note(rank, 2)
+        told = self._words[self.rank][_TOLD]
+        skipped = self._number <= told <= given_up and (told < given_up or self.rank in report["ranks"])  # it did not come when told
+        other = given_up == self._number and report.get("operation") != operation
+        if skipped or other:  # a call this rank never meant to come to; go on with the one that follows
+            self._number = given_up + 1
+            return self._number
+        self._tell_peers(timeout_s)
+        raise FabricError(
+            f"rank {self.rank} came to {operation} call {self._number} after rank {rank} had given it up: {report['message']}",
+            report["ranks"],
+        )
+
+    def _tell_peers(self, timeout_s: float) -> None:
+        """Say that this rank is being told of its lateness, once a peer waits in a newer call; peers may be on their way to it."""
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        end = time.monotonic() + patience(timeout_s)
+        while time.monotonic() < end and any(self._alive(rank) for rank in peers):
+            newest = max(words[_ARRIVED] for words in self._words)
+            if newest > max(words[_ABORTED] for words in self._words):
+                self._set(_TOLD, newest)
+                return
+            time.sleep(0.001)
 
     def _check_agreement(self, call: Call, same: Sequence[str]) -> None:
         prefix = (lambda rank: f"rank {rank}: ") if self.size > 1 else (lambda rank: "")
@@ -305,12 +340,21 @@ class Call:
             return
         start = time.monotonic()
         look_again = start + 0.05
+        told_at: float | None = None
         while words[rank][word] < self.number:
             now = time.monotonic()
             for peer in range(self.size):
                 if words[peer][_ABORTED] >= self.number and peer != self.rank:
                     report = self.fabric._read_note(peer, 2)
                     raise FabricError(f"rank {self.rank}, {task}: rank {peer} gave up: {report['message']}", report["ranks"])
+            told = [peer for peer in range(self.size) if words[peer][_TOLD] == self.number > words[peer][_ARRIVED]]
+            told_at = (told_at or now) if told else None
+            if told_at is not None and now - told_at > patience(self.timeout_s):
+                raise FabricError(
+                    f"rank {told[0]} did not come within {now - told_at:.1f} s after it was told that it was late for an earlier call: "
+                    f"rank {self.rank} waited in {task} of {self.operation} call {self.number} for the {what} of rank {rank}",
+                    told,
+                )
             if now > look_again:
                 look_again = now + 0.05
                 if not self.fabric._alive(rank) and words[rank][word] < self.number:

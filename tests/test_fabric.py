@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from layers import Batch, assert_equal, step, whole
 from ranks import KINDS, RankFailed, run_processes, run_ranks
 
@@ -68,6 +70,101 @@ def test_a_late_rank_is_named_and_the_next_call_works(kind, size):
         if rank != 1:
             assert 1.0 < first[3] < 6
     assert_equal(whole([second[1] for _, second in results]), step(None, batch))
+
+
+# ---- ranks that meet outside the layer after every step, as an all-reduce of gradients makes them ----
+
+
+def meeting_of(kind, size):
+    """For virtual ranks; processes meet in a barrier of their group."""
+    return threading.Barrier(size) if kind == "virtual" else None
+
+
+def meet(group, meeting):
+    if meeting is None:
+        dist.barrier(group)
+    else:
+        meeting.wait(30)
+
+
+ENOUGH = Tuning(timeout_s=10)  # a tenth of it is 1 s
+SHORT = Tuning(timeout_s=0.8)
+
+
+def skips(group, batch, meeting):
+    """Rank 1 skips step 1, and steps 4 and 5; what it comes to then, sooner than its peers or later, is their next step."""
+    rank, seen = host_fabric(group).rank, []
+    for i in range(9):
+        meet(group, meeting)
+        if rank == 1 and i in (1, 4, 5):
+            seen.append(("skipped",))
+            continue
+        if (rank == 1 and i == 6) or (rank != 1 and i == 2):
+            time.sleep(0.3)
+        seen.append(outcome(group, batch, SHORT if i in (1, 4, 5) else ENOUGH))
+    return seen
+
+
+@pytest.mark.parametrize("kind, size", [("virtual", 3), ("processes", 2)])
+def test_a_rank_that_skipped_a_call_is_back_after_one_more_step(kind, size):
+    batch = Batch.random()
+    results = run_ranks(kind, skips, size, batch, meeting_of(kind, size))
+    for rank, seen in enumerate(results):
+        kinds = ["ok"] * 9
+        for i in (1, 2, 4, 5, 6):
+            kinds[i] = "skipped" if rank == 1 and i in (1, 4, 5) else "FabricError"
+        assert [one[0] for one in seen] == kinds, seen
+        for i in (2, 6):
+            _, message, ranks, seconds = seen[i]
+            assert ranks == (1,) and "rank 1" in message and seconds < 5, "nobody waits as long as the limit"
+            assert ("had given it up" if rank == 1 else "was late for an earlier call") in message or (rank != 1 and "gave up" in message)
+    for i in (0, 3, 7, 8):
+        assert_equal(whole([seen[i][1] for seen in results]), step(None, batch))
+
+
+def skips_a_backward(group, batch, meeting):
+    fabric = host_fabric(group)
+    b, errors = batch.local(fabric.rank, fabric.size).leaves(), []
+    call = lambda tuning: mok.moe(b.x, b.ids, b.weights, b.gate, b.up, b.down, num_experts=batch.experts, group=group, tuning=tuning)  # noqa: E731
+    first, second = call(ENOUGH), call(SHORT)
+    for out in (second, first):
+        meet(group, meeting)
+        if out is second and fabric.rank == 1:
+            continue
+        start = time.monotonic()
+        with pytest.raises(FabricError, match="rank 1") as error:
+            out.backward(b.d_out)
+        assert time.monotonic() - start < 5
+        errors.append(error.value.ranks)
+    meet(group, meeting)
+    return errors, outcome(group, batch)
+
+
+def test_a_rank_that_skipped_a_backward_and_comes_to_another():
+    batch = Batch.random()
+    results = run_ranks("virtual", skips_a_backward, 2, batch, meeting_of("virtual", 2))
+    assert [errors for errors, _ in results] == [[(1,)] * 2, [(1,)]]
+    assert_equal(whole([last[1] for _, last in results]), step(None, batch))
+
+
+def is_late_twice(group, batch, meeting):
+    """Rank 1 is told that it was late while nobody waits for it; the next time it is late, but within the limit."""
+    rank, seen = host_fabric(group).rank, []
+    for late, tuning in ((1.2, SHORT), (1.6, ENOUGH)):
+        meet(group, meeting)
+        time.sleep(late if rank == 1 else 0)
+        seen.append(outcome(group, batch, tuning))
+    return seen
+
+
+def test_a_rank_that_was_late_may_be_late_again_within_the_limit():
+    batch = Batch.random()
+    results = run_ranks("virtual", is_late_twice, 3, batch, meeting_of("virtual", 3))
+    assert all(seen[0][0] == "FabricError" and seen[0][2] == (1,) for seen in results)
+    assert_equal(whole([seen[1][1] for seen in results]), step(None, batch))
+
+
+# ---- ranks that raise ----
 
 
 def raises_between(group, batch):
