@@ -11,6 +11,7 @@ Legend: T tokens of a rank, H hidden, I intermediate, E experts in all, K choice
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from mok import ops
-from mok.config import MoEConfig, Tuning
+from mok.config import MoEConfig, Tuning, _check_int
 from mok.executor import row_linear, row_swiglu, row_swiglu_gradients, wide_dtype
 from mok.fabric import HostFabric, host_fabric
 from mok.ops import Inputs, MainGrads, Problem
@@ -251,10 +252,7 @@ def moe(
     try:
         if given is not None and not isinstance(given, Tuning):
             raise TypeError(f"tuning={given!r}: must be a Tuning")
-        experts = {"gate_EIH": gate_EIH, "up_EIH": up_EIH, "down_EHI": down_EHI}
-        for name, value in {"x": x, "ids": ids, "weights": weights, **experts, "shared": shared}.items():
-            if not isinstance(value, Tensor) and not (name == "shared" and value is None):
-                raise TypeError(f"{name}: must be a tensor, not {type(value).__name__}")
+        _check_tensors(x=x, ids=ids, weights=weights, gate_EIH=gate_EIH, up_EIH=up_EIH, down_EHI=down_EHI, shared=shared)
         leading = x.shape[:-1]
         for name, other in (("ids", ids), ("weights", weights), ("shared", shared)):
             if other is not None and other.shape[:-1] != leading:
@@ -263,6 +261,10 @@ def moe(
             if ranks.size > 1:
                 raise ValueError("num_experts=None: must be given when the group has more than one rank")
             num_experts = gate_EIH.shape[0]
+        else:
+            _check_int("num_experts", num_experts, 1)
+        if clamp is not None and (isinstance(clamp, bool) or not isinstance(clamp, numbers.Real)):
+            raise TypeError(f"clamp={clamp!r}: must be None or a number, not {type(clamp).__name__}")
         num_experts, clamp = int(num_experts), None if clamp is None else float(clamp)
         recipe = Recipe(precision, quantized_weight_gradients)
         inputs, main_grads = _inputs(_flat(x), _flat(ids), _flat(weights), gate_EIH, up_EIH, down_EHI)
@@ -274,6 +276,13 @@ def moe(
     run = _routed_gpu if x.is_cuda else _routed_cpu
     out, _ = run(inputs, flat_shared, main_grads, num_experts, clamp, recipe, ranks, tuning)
     return out.view(x.shape)
+
+
+def _check_tensors(**given: object) -> None:
+    """Of these, shared alone may be None."""
+    for name, value in given.items():
+        if not isinstance(value, Tensor) and not (name == "shared" and value is None):
+            raise TypeError(f"{name}: must be a tensor, not {type(value).__name__}")
 
 
 def _inputs(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> tuple[Inputs, MainGrads]:
@@ -498,13 +507,13 @@ class MoE(nn.Module):
 
         Where the balance loss is on, the last dimension but one counts the tokens of a sequence. Raises as `moe`.
         """
-        if torch.compiler.is_compiling() or self.router.weight.is_cuda:
+        if torch.compiler.is_compiling():
             routed_x, routing, shared, scale = self._prepare(x)
         else:
             try:
                 routed_x, routing, shared, scale = self._prepare(x)
-            except Exception as error:  # whatever it is, the other ranks must hear of it
-                self.group.refuse(error, self.tuning)
+            except Exception as error:
+                self._refuse(error)
         shared_experts = self.shared if x.is_cuda else None  # there they are computed inside the kernel
         out = self._run(routed_x, routing.ids_TK, routing.weights_TK, shared, shared_experts, scale)
         if self.training and self.config.balance_loss_weight > 0:
@@ -551,12 +560,23 @@ class MoE(nn.Module):
         self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, shared: Tensor | None, shared_experts: SharedExperts | None,
         scale: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        inputs, main_grads = _inputs(x_TH, ids_TK, weights_TK, self.gate_EIH, self.up_EIH, self.down_EHI)
+        try:
+            _check_tensors(x_TH=x_TH, ids_TK=ids_TK, weights_TK=weights_TK, shared=shared)
+            inputs, main_grads = _inputs(x_TH, ids_TK, weights_TK, self.gate_EIH, self.up_EIH, self.down_EHI)
+        except Exception as error:
+            self._refuse(error)
         arguments = (inputs, shared, main_grads, self.config.num_experts, self.config.clamp, self.recipe, self.group, self.tuning)
-        out, counts_E = _routed_gpu(*arguments, shared_experts, scale) if x_TH.is_cuda else _routed_cpu(*arguments)
+        on_gpu = self.router.weight.is_cuda  # x anywhere else is refused in either
+        out, counts_E = _routed_gpu(*arguments, shared_experts, scale) if on_gpu else _routed_cpu(*arguments)
         if self._counts_now():
             self.tokens_per_expert.copy_(counts_E)
         return out
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        """Raise it, whatever it is; on the CPU the other ranks hear of it."""
+        if self.router.weight.is_cuda:
+            raise error
+        self.group.refuse(error, self.tuning)
 
     def update_bias(self, rate: float, tokens_per_expert: Tensor | None = None) -> None:
         """Loss-free balancing: raise the selection bias of experts below the mean load by rate and lower that of those above.

@@ -96,8 +96,8 @@ def check(
         raise ValueError(f"shared is {shared.dtype} {tuple(shared.shape)}: must be floating-point of the shape of x, {tuple(x.shape)}")
     if clamp is not None and not clamp >= 0:
         raise ValueError(f"clamp={clamp!r}: must be None or at least 0")
-    for name, other in {"ids": ids, "weights": weights, **experts}.items():
-        if other.device != x.device:
+    for name, other in {"ids": ids, "weights": weights, **experts, "shared": shared}.items():
+        if other is not None and other.device != x.device:
             raise ValueError(f"{name} is on {other.device}: must be on the device of x, {x.device}")
 
 

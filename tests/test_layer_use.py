@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -130,6 +131,11 @@ def one_odd_call(group, case, batch):
             mok.moe(x, ids, weights, *experts, num_experts=None if odd else 8, group=group, tuning=QUICK)
         elif case == "leading shape":
             mok.moe(x, ids.view(2, -1, 2) if odd else ids, weights, *experts, num_experts=8, group=group, tuning=QUICK)
+        elif case == "no weights":
+            layer.routed(x[:, :32], ids % 6, None if odd else weights)
+        elif case == "shared on another device":
+            shared = torch.zeros(x.shape, device="meta" if odd else "cpu")
+            mok.moe(x, ids, weights, *experts, shared=shared, num_experts=8, group=group, tuning=QUICK)
         elif case == "integers":
             layer(torch.ones(3, 32, dtype=torch.int64) if odd else x[:, :32])
         elif case == "main_grad":
@@ -142,7 +148,10 @@ def one_odd_call(group, case, batch):
     return first, step(group, batch)
 
 
-@pytest.mark.parametrize("case", ["not a tensor", "no choices", "num_experts", "leading shape", "integers", "main_grad"])
+CASES = ["not a tensor", "no choices", "num_experts", "leading shape", "no weights", "shared on another device", "integers", "main_grad"]
+
+
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_one_rank_is_given_all_hear_of_it(kind, case):
     batch = Batch.random()
@@ -226,3 +235,23 @@ def test_a_compiled_bf16_layer_has_eagers_input_gradient():
         grads.append(leaf.grad)
     torch._dynamo.reset()
     assert torch.equal(*grads)
+
+
+NO_NUMBERS = [
+    (dict(num_experts=2.7), TypeError, "num_experts=2.7: must be an int, not float"),
+    (dict(num_experts="2"), TypeError, "num_experts='2': must be an int, not str"),
+    (dict(num_experts=True), TypeError, "num_experts=True: must be an int, not bool"),
+    (dict(num_experts=0), ValueError, "num_experts=0: must be at least 1"),
+    (dict(clamp="1"), TypeError, "clamp='1': must be None or a number, not str"),
+    (dict(clamp=True), TypeError, "clamp=True: must be None or a number, not bool"),
+    (dict(clamp=-1), ValueError, "clamp=-1.0: must be None or at least 0"),
+]
+
+
+@pytest.mark.parametrize("wrong, kind, message", NO_NUMBERS)
+def test_what_is_no_number_is_named(wrong, kind, message):
+    x, ids, gate = torch.ones(3, 8), torch.ones(3, 1, dtype=torch.int64), torch.ones(2, 4, 8)
+    given = (x, ids, torch.ones(3, 1), gate, gate, gate.mT)
+    with pytest.raises(kind, match=re.escape(message)):
+        mok.moe(*given, **wrong)
+    assert torch.equal(mok.moe(*given, num_experts=np.int32(2), clamp=np.float32(1)), mok.moe(*given, num_experts=2, clamp=1))
