@@ -10,6 +10,9 @@ of any width, ids of -1 for masked slots, and no capacity that could overflow. N
 `torch.autograd.Function`, or use `mok.MoE`. Triton is imported by the first call, not by this module. On a CPU (device="cpu") the same
 calls run in the executor, and not under torch.compile(fullgraph=True).
 
+build_schedule, forward and backward are collective. On a CPU bad arguments of one rank raise the same error on every rank, before anything
+is computed, and the next call works. On a GPU that rank alone raises: its peers wait for it until their time limit or its next call.
+
 Routed weights are bf16 tensors or, all of them, quantized beforehand, as pairs of E4M3 values and their scale; then x, dY, h, d_gate and
 d_up are quantized in the same format, as the table of `mok.quantize.Recipe` says:
 
@@ -33,7 +36,7 @@ import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -317,6 +320,42 @@ def _check_context(context: object, tokens: int, width: int, shared_width: int |
             raise ValueError(f"context.{name}_shared: must be None where no shared experts are given")
 
 
+def _check_choices(
+    workspace: object, config: object, top_experts: object, num_local_experts: int | None, num_experts: int | None
+) -> tuple[int, int]:  # fmt: skip
+    """E and L."""
+    from mok.schedule import local_experts
+
+    _check_kind("workspace", workspace, MoKWorkspace)
+    _check_kind("config", config, MoKConfig)
+    assert isinstance(workspace, MoKWorkspace)
+    if (num_local_experts is None) == (num_experts is None):
+        raise ValueError(f"num_local_experts={num_local_experts}, num_experts={num_experts}: exactly one must be given")
+    if num_experts is None:
+        _check_int("num_local_experts", num_local_experts, 1)
+        assert num_local_experts is not None
+        num_experts = num_local_experts * workspace.ep_size
+    _check_int("num_experts", num_experts, 1)
+    if num_experts > MAX_EXPERTS:
+        raise ValueError(f"num_experts={num_experts}: must be at most {MAX_EXPERTS}")
+    if not isinstance(top_experts, Tensor):
+        raise TypeError(f"top_experts: must be a tensor, not {type(top_experts).__name__}")
+    tokens = top_experts.shape[0] if top_experts.dim() == 2 else workspace.num_local_tokens
+    if tokens > workspace.num_local_tokens:
+        raise ValueError(f"top_experts.shape={tuple(top_experts.shape)}: the workspace is for at most {workspace.num_local_tokens} tokens")
+    _check_tensor("top_experts", top_experts, (tokens, workspace.topk), torch.int64, workspace.device)
+    return num_experts, len(local_experts(num_experts, workspace.ep_size, workspace.ep_rank))
+
+
+def _refuse(operation: str, config: object, workspace: object, error: Exception) -> NoReturn:
+    """Raise what is wrong with this rank's arguments; on a CPU on every rank of the group."""
+    if isinstance(workspace, MoKWorkspace) and workspace.inner is None and not torch.compiler.is_compiling():
+        from mok import functional_cpu
+
+        functional_cpu.refuse(operation, workspace.group, config.timeout_s if isinstance(config, MoKConfig) else MoKConfig.timeout_s, error)
+    raise error
+
+
 def _device(device: torch.device | str | int | None) -> torch.device:
     where = torch.device("cuda") if device is None else torch.device(device)
     if where.type == "cpu":
@@ -404,26 +443,10 @@ def build_schedule(
     num_local_experts is L where every rank has as many; num_experts gives E where the group's size does not divide it: rank r then owns
     ceil(E / R) experts from r * ceil(E / R) on, the last ranks fewer.
     """
-    from mok.schedule import local_experts
-
-    _check_kind("workspace", workspace, MoKWorkspace)
-    _check_kind("config", config, MoKConfig)
-    if (num_local_experts is None) == (num_experts is None):
-        raise ValueError(f"num_local_experts={num_local_experts}, num_experts={num_experts}: exactly one must be given")
-    if num_experts is None:
-        _check_int("num_local_experts", num_local_experts, 1)
-        assert num_local_experts is not None
-        num_experts = num_local_experts * workspace.ep_size
-    _check_int("num_experts", num_experts, 1)
-    if num_experts > MAX_EXPERTS:
-        raise ValueError(f"num_experts={num_experts}: must be at most {MAX_EXPERTS}")
-    if not isinstance(top_experts, Tensor):
-        raise TypeError(f"top_experts: must be a tensor, not {type(top_experts).__name__}")
-    tokens = top_experts.shape[0] if top_experts.dim() == 2 else workspace.num_local_tokens
-    if tokens > workspace.num_local_tokens:
-        raise ValueError(f"top_experts.shape={tuple(top_experts.shape)}: the workspace is for at most {workspace.num_local_tokens} tokens")
-    _check_tensor("top_experts", top_experts, (tokens, workspace.topk), torch.int64, workspace.device)
-    local = len(local_experts(num_experts, workspace.ep_size, workspace.ep_rank))
+    try:
+        num_experts, local = _check_choices(workspace, config, top_experts, num_local_experts, num_experts)
+    except Exception as error:
+        _refuse("schedule", config, workspace, error)
     if workspace.inner is None:
         from mok import functional_cpu
 
@@ -486,8 +509,11 @@ def forward(
         FabricError: an earlier call was ended because some rank waited in vain; the report says rank, task, expected and found.
     """
     shared = (shared_gate, shared_up, shared_down)
-    routed = _check_layer(config, workspace, schedule, x, shared, (routed_gate, routed_up, routed_down), swiglu_limit)
-    _check_tensor("router_weights", router_weights, tuple(schedule.top_experts.shape), torch.float32, workspace.device)
+    try:
+        routed = _check_layer(config, workspace, schedule, x, shared, (routed_gate, routed_up, routed_down), swiglu_limit)
+        _check_tensor("router_weights", router_weights, tuple(schedule.top_experts.shape), torch.float32, workspace.device)
+    except Exception as error:
+        _refuse("forward", config, workspace, error)
     limit = None if swiglu_limit is None else float(swiglu_limit)
     if workspace.inner is None:
         from mok import functional_cpu
@@ -591,19 +617,22 @@ def backward(
         FabricError: an earlier call was ended because some rank waited in vain; the report says rank, task, expected and found.
     """
     shared = (shared_gate, shared_up, shared_down)
-    routed = _check_layer(config, workspace, schedule, x, shared, (routed_gate, routed_up, routed_down), swiglu_limit, backward=True)
-    tokens, device = x.shape[0], workspace.device
-    _check_tensor("router_weights", router_weights, tuple(schedule.top_experts.shape), torch.float32, device)
-    _check_tensor("grad_output", grad_output, tuple(x.shape), torch.bfloat16, device, any_strides=True)
-    _check_context(context, tokens, routed.width, None if shared_gate is None else shared_gate.shape[0], device)
-    local, hidden = schedule.num_local_experts, workspace.hidden_size
-    gate_shape, down_shape = (local, routed.width, hidden), (local, hidden, routed.width)
-    shapes = [gate_shape, gate_shape, down_shape, *(tuple(matrix.shape) for matrix in shared if matrix is not None)]
-    mains = [] if main_grads is None else list(main_grads)
-    if main_grads is not None and len(mains) != len(shapes):
-        raise ValueError(f"main_grads: {len(mains)} tensors, must be {len(shapes)}, one for each weight")
-    for i, (main, shape) in enumerate(zip(mains, shapes, strict=False)):
-        _check_tensor(f"main_grads[{i}]", main, shape, torch.float32, device)
+    try:
+        routed = _check_layer(config, workspace, schedule, x, shared, (routed_gate, routed_up, routed_down), swiglu_limit, backward=True)
+        tokens, device = x.shape[0], workspace.device
+        _check_tensor("router_weights", router_weights, tuple(schedule.top_experts.shape), torch.float32, device)
+        _check_tensor("grad_output", grad_output, tuple(x.shape), torch.bfloat16, device, any_strides=True)
+        _check_context(context, tokens, routed.width, None if shared_gate is None else shared_gate.shape[0], device)
+        local, hidden = schedule.num_local_experts, workspace.hidden_size
+        gate_shape, down_shape = (local, routed.width, hidden), (local, hidden, routed.width)
+        shapes = [gate_shape, gate_shape, down_shape, *(tuple(matrix.shape) for matrix in shared if matrix is not None)]
+        mains = [] if main_grads is None else list(main_grads)
+        if main_grads is not None and len(mains) != len(shapes):
+            raise ValueError(f"main_grads: {len(mains)} tensors, must be {len(shapes)}, one for each weight")
+        for i, (main, shape) in enumerate(zip(mains, shapes, strict=False)):
+            _check_tensor(f"main_grads[{i}]", main, shape, torch.float32, device)
+    except Exception as error:
+        _refuse("backward", config, workspace, error)
     limit = None if swiglu_limit is None else float(swiglu_limit)
     if workspace.inner is None:
         from mok import functional_cpu

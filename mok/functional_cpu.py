@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,15 @@ def widened(precision: Precision, values: Tensor, scale: Tensor) -> Tensor:
 _whole = torch.compiler.disable(reason="the low-level API on a CPU is not for torch.compile(fullgraph=True)")
 
 
+@_whole
+def refuse(operation: str, group: dist.ProcessGroup | HostFabric | None, timeout_s: float, error: Exception) -> NoReturn:
+    """Raise the error on every rank of the group."""
+    fabric = host_fabric(group)
+    if fabric.size > 1:
+        fabric.begin(operation, {}, lambda request: [], error=error, timeout_s=timeout_s)
+    raise error
+
+
 def _routes(request: dict[str, Any]) -> list[Region]:
     return [
         Region("counts", (request["num_experts"],), torch.int64),
@@ -79,10 +88,10 @@ def build_schedule(
     Raises:
         ValueError: an id out of range on any rank, or ranks that disagree on K or E; the same on every rank.
     """
-    error = None
+    error: Exception | None = None
     try:
         ops._check_ids(ids_TK, num_experts)
-    except ValueError as failure:
+    except Exception as failure:
         error = failure
     request = dict(tokens=ids_TK.shape[0], top_k=ids_TK.shape[1], num_experts=num_experts)
     call = host_fabric(group).begin("schedule", request, _routes, error=error, same=("top_k", "num_experts"), timeout_s=timeout_s)
@@ -105,8 +114,11 @@ def shared_gate_up(x_TH: Tensor, shared_gate: Tensor, shared_up: Tensor) -> tupl
 @_whole
 def forward(layer: Layer, x_TH: Tensor, weights_TK: Tensor, shared: Shared) -> tuple[Tensor, Tensor, Tensor]:
     """The output [T, H], and gate and up [C, I]."""
-    inputs = Inputs(x_TH, layer.ids_TK, weights_TK, *layer.widened())
-    first = None if shared is None else executor.row_swiglu(x_TH, *shared, layer.limit)
+    try:
+        inputs = Inputs(x_TH, layer.ids_TK, weights_TK, *layer.widened())
+        first = None if shared is None else executor.row_swiglu(x_TH, *shared, layer.limit)
+    except Exception as error:
+        refuse("forward", layer.group, layer.tuning.timeout_s, error)
     call = ops.begin("forward", layer.problem, inputs, (True, True, True), shared=first, grad_enabled=False)
     out, gate_CI, up_CI, _ = ops.run_forward(call, layer.problem, inputs, first, save=True)
     return out, gate_CI, up_CI
@@ -117,11 +129,14 @@ def backward(
     layer: Layer, d_y_TH: Tensor, x_TH: Tensor, weights_TK: Tensor, shared: Shared, gate_CI: Tensor, up_CI: Tensor, mains: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """d_x, d_weights, and the gradients of gate, up and down, routed and shared; None for what was added into mains."""
-    transposed = layer.widened(transposed=True) if layer.precision == "mxfp8" else None
-    if transposed is None:
-        weights = layer.widened()
-    else:  # of down there is only the transposed form, and no product of a backward reads another
-        weights = [*(widened(layer.precision, *matrix[:2]) for matrix in layer.matrices[:2]), transposed[2]]
+    try:
+        transposed = layer.widened(transposed=True) if layer.precision == "mxfp8" else None
+        if transposed is None:
+            weights = layer.widened()
+        else:  # of down there is only the transposed form, and no product of a backward reads another
+            weights = [*(widened(layer.precision, *matrix[:2]) for matrix in layer.matrices[:2]), transposed[2]]
+    except Exception as error:
+        refuse("backward", layer.group, layer.tuning.timeout_s, error)
     inputs = Inputs(x_TH, layer.ids_TK, weights_TK, *weights)
     main_grads = (mains[0], mains[1], mains[2]) if mains else ops.NO_MAIN_GRADS
     d_x, d_weights, d_routed = ops.run_backward(

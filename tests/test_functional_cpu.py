@@ -152,6 +152,50 @@ def test_ids_out_of_range_are_refused_on_every_rank():
         functional.create_workspace(CONFIG, device="meta", num_local_tokens=4, hidden_size=32, topk=1)
 
 
+def one_odd_rank(group):  # type: ignore[no-untyped-def]
+    """What this rank says to each call in which rank 1 is given something else, and the ordinary run after all of them."""
+    config = dataclasses.replace(CONFIG, timeout_s=20.0)
+    problem = Problem(tokens=40, hidden=160, width=48, experts=4)
+    workspace = functional.create_workspace(config, group, device="cpu", num_local_tokens=40, hidden_size=160, topk=2)
+    odd = workspace.ep_rank == 1
+    routed = [weight[2 * workspace.ep_rank :][:2] for weight in problem.routed]
+    pairs = prequantized("fp8 in fp32", routed)
+    wrong_scale = [(values, torch.full_like(scale, 3.0)) for values, scale in pairs]
+    x, weights, d_out, none = problem.x, problem.weights, problem.d_out, (None, None, None)
+    schedule = functional.build_schedule(workspace, config, problem.ids, 2)
+    _, context = functional.forward(config, workspace, schedule, x, weights, *none, *routed)
+    calls = [
+        lambda: functional.build_schedule(workspace, config, problem.ids.int() if odd else problem.ids, 2),
+        lambda: functional.build_schedule(workspace, config, None if odd else problem.ids, 2),
+        lambda: functional.forward(config, workspace, schedule, x.float() if odd else x, weights, *none, *routed),
+        lambda: functional.forward(None if odd else config, workspace, schedule, x, weights, *none, *routed),
+        lambda: functional.forward(config, workspace, schedule, x, weights, *none, *(wrong_scale if odd else pairs)),
+        lambda: functional.backward(config, workspace, schedule, context, d_out.float() if odd else d_out, x, weights, *none, *routed),
+        lambda: functional.backward(config, workspace, schedule, context, d_out, x, weights, *none, *(wrong_scale if odd else pairs)),
+    ]
+    said = []
+    for call in calls:
+        with pytest.raises((TypeError, ValueError)) as error:
+            call()
+        said.append((type(error.value).__name__, str(error.value)))
+    part = slice(20 * workspace.ep_rank, 20 * workspace.ep_rank + 20)
+    return said, run(group, problem, "bf16", config, part)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_one_rank_is_given_all_hear_of(kind):
+    results = run_ranks(kind, one_odd_rank, 2)
+    assert results[0][0] == results[1][0]
+    assert [name for name, _ in results[0][0]] == ["ValueError", "TypeError", "ValueError", "TypeError", *["ValueError"] * 3]
+    beginnings = ["top_experts.dtype=torch.int32", "top_experts: must be a tensor", "x.dtype=torch.float32", "config: must be a MoKConfig"]
+    beginnings += ["scale=3.0", "grad_output.dtype=torch.float32", "scale=3.0"]
+    for (_, message), beginning in zip(results[0][0], beginnings, strict=True):
+        assert message.startswith(f"rank 1: {beginning}"), message
+    one = run(None, Problem(tokens=40, hidden=160, width=48, experts=4), "bf16")
+    for name in ("out", "d_x", "d_weights", "d_gate", "d_up", "d_down"):
+        assert torch.equal(torch.cat([rank[name] for _, rank in results]), one[name]), name
+
+
 def test_wrong_pairs():
     problem = Problem(shared_width=0)
     workspace = functional.get_workspace(CONFIG, device="cpu", num_local_tokens=14, hidden_size=64, topk=2)
