@@ -15,7 +15,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
 
 import torch
 from triton.runtime import interpreter
@@ -51,21 +50,31 @@ def _run_program(kernel, grid: tuple[int, ...], program: int, arguments: dict[st
     kernel.fn(**bound)
 
 
-def _disturb(max_delay_s: float, seed: int, lose: Callable[[int, int], bool] | None) -> None:
-    """Sleep for a random time before every atomic operation, and let some additions (address, nth of this program) be lost."""
-    source, builder, seen = random.Random(seed), interpreter.InterpreterBuilder, [0]
+def _disturb(max_delay_s: float, seed: int, lost: int | None) -> None:
+    """Sleep for a random time before every atomic operation, in a slow program for longer than a task takes others, and there within
+    tasks, too, before some of the copy engine's loads; and let additions to the address `lost` add nothing."""
+    source, builder = random.Random(seed), interpreter.InterpreterBuilder
+    slow = max_delay_s > 0 and source.random() < 1 / 3
+    max_delay_s *= 8 if slow else 1
     original = builder.create_atomic_rmw
 
     def create_atomic_rmw(self, op, pointer, value, mask, sem, scope):
         if max_delay_s:
             time.sleep(source.random() ** 4 * max_delay_s)
-        if lose is not None and value.data.size == 1 and int(value.data.flat[0]) != 0:
-            seen[0] += 1
-            if lose(int(pointer.data.flat[0]), seen[0]):
-                value = interpreter.TensorHandle(value.data * 0, value.dtype)
+        if lost is not None:
+            value = interpreter.TensorHandle(value.data * (pointer.data != lost), value.dtype)
         return original(self, op, pointer, value, mask, sem, scope)
 
     builder.create_atomic_rmw = create_atomic_rmw
+    load = builder.create_descriptor_load
+
+    def create_descriptor_load(self, *args):
+        if source.random() < 1 / 4:
+            time.sleep(source.random() * max_delay_s)
+        return load(self, *args)
+
+    if slow:
+        builder.create_descriptor_load = create_descriptor_load
 
 
 def run_concurrently(
@@ -75,9 +84,13 @@ def run_concurrently(
     deadline_s: float = 60.0,
     max_delay_s: float = 0.0,
     seed: int = 0,
-    lose: Callable[[int, int], bool] | None = None,
+    lost: int | None = None,
 ) -> None:
-    """Run `programs` programs for each of the launches (the kernel's arguments by name, one launch per rank), all at the same time."""
+    """Run `programs` programs for each of the launches (the kernel's arguments by name, one launch per rank), all at the same time.
+
+    max_delay_s: the longest of the random times that pass before atomic operations (`_disturb`).
+    lost: the address of a signal that stays as it is.
+    """
     children: list[int] = []
     for rank, arguments in enumerate(launches):
         for program in range(programs):
@@ -86,7 +99,7 @@ def run_concurrently(
                 code = 1
                 try:
                     torch.set_num_threads(1)
-                    _disturb(max_delay_s, seed * 1000 + rank * 100 + program, lose)
+                    _disturb(max_delay_s, seed * 1000 + rank * 100 + program, lost)
                     _run_program(kernel, (programs,), program, arguments)
                     code = 0
                 except BaseException:

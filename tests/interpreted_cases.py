@@ -14,7 +14,6 @@ import os
 import random
 import re
 import sys
-import time
 
 os.environ["TRITON_INTERPRET"] = "1"
 sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path.dirname(os.path.abspath(__file__))]
@@ -65,6 +64,15 @@ class Problem:
                 bf16(hidden, shared_width, scale=shared_width**-0.5),
             )  # fmt: skip
 
+    @staticmethod
+    def of(batch) -> Problem:
+        """A batch of the tests of the layer (`layers.Batch`)."""
+        made = Problem.__new__(Problem)
+        made.experts, made.top_k, made.hidden = batch.experts, batch.ids.shape[1], batch.x.shape[1]
+        made.x_TH, made.ids_TK, made.weights_TK = shared(batch.x), batch.ids, batch.weights
+        made.gate_EIH, made.up_EIH, made.down_EHI, made.shared = shared(batch.gate), shared(batch.up), shared(batch.down), None
+        return made
+
     def split(self, ranks: int) -> list[slice]:
         """Uneven parts; with three ranks or more the last but one has no token."""
         tokens = self.x_TH.shape[0]
@@ -82,14 +90,46 @@ class Problem:
         )  # fmt: skip
 
 
-def make_workspaces(problem: Problem, ranks: int, timeout_s: float = 120.0) -> list[Workspace]:
+def make_workspaces(problem: Problem, ranks: int) -> list[Workspace]:
     most = max(part.stop - part.start for part in problem.split(ranks))
     views = memory.virtual_memory(memory.regions(most, problem.hidden, problem.experts, problem.top_k, ranks), ranks, CPU)
-    made = [Workspace(view, most, problem.hidden, problem.top_k, CPU, timeout_s, num_sms=2) for view in views]
+    made = [Workspace(view, most, problem.hidden, problem.top_k, CPU, 120.0, num_sms=2) for view in views]
     for workspace in made:
         workspace.memory.own["combine"].fill_(float("nan"))
         workspace.memory.own["x"].fill_(float("nan"))
     return made
+
+
+def share_new(workspace: Workspace) -> None:
+    """Scratch that no call has used yet: where programs can share it, floats poisoned, numbers zero."""
+    for buffer in workspace.scratch.values():
+        if not buffer.is_shared():
+            buffer.share_memory_().fill_(float("nan") if buffer.is_floating_point() else 0)
+
+
+class Ended(FabricError):
+    """A call gave up. Every rank's report with its own record, and the error that every rank raised."""
+
+    def __init__(self, reports: list, errors: list[FabricError]) -> None:
+        super().__init__(str(errors[0]), errors[0].ranks)
+        self.reports, self.errors = reports, errors
+
+
+def end_call(workspaces: list[Workspace], meet: bool) -> None:
+    """The barrier behind a kernel, and every rank's look at what ended the call, which clears it."""
+    if meet and len(workspaces) > 1:
+        views = [w.memory for w in workspaces]
+        arguments = [dict(control_ptrs=v.addresses["control"], rank=v.rank, limit=10**6, R=len(views), LANES=4) for v in views]
+        run_concurrently(signals.barrier_kernel, 1, arguments)
+    reports, errors = [w.memory.failure() for w in workspaces], []
+    for workspace in workspaces:
+        try:
+            workspace.check()
+        except FabricError as error:
+            errors.append(error)
+    if errors:
+        assert len(errors) == len(workspaces), f"some ranks heard nothing of {errors}"
+        raise Ended(reports, errors)
 
 
 def make_schedules(problem: Problem, workspaces: list[Workspace], height: int = BLOCK) -> list[device_schedule.DeviceSchedule]:
@@ -107,13 +147,15 @@ def make_schedules(problem: Problem, workspaces: list[Workspace], height: int = 
 
 def run_layer(
     problem: Problem, ranks: int, plan: ForwardPlan = PLAN, clamp: float | None = None, shared_clamp: float | None = None,
-    saved_rows: int | None = None, timeout_s: float = 120.0, lose=None, rings: list[Tensor] | None = None, kernel=forward_kernel, **disturb,
+    saved_rows: int | None = None, lose=None, rings: list[Tensor] | None = None, kernel=forward_kernel,
+    workspaces: list[Workspace] | None = None, **disturb,
 ) -> tuple[Tensor, list, list]:  # fmt: skip
     """The whole layer on R virtual ranks, the programs of all ranks at the same time. -> (out of all tokens, schedules, saved).
 
-    rings takes every rank's h.
+    rings takes every rank's h. lose(launches): the address of a signal that gets lost. workspaces: those of earlier calls, with what these
+    left in them; the ranks then also meet at the end.
     """
-    workspaces = make_workspaces(problem, ranks, timeout_s)
+    again, workspaces = workspaces is not None, workspaces or make_workspaces(problem, ranks)
     schedules = make_schedules(problem, workspaces, plan.block_m)
     launches, shared_outs, saved = [], [], []
     for workspace, rows, part in zip(workspaces, schedules, problem.split(ranks), strict=True):
@@ -125,9 +167,7 @@ def run_layer(
             workspace, rows, x, problem.gate_EIH[mine], problem.up_EIH[mine], problem.down_EHI[mine], problem.shared, clamp, shared_clamp,
             saved_rows or 0, saved_rows is not None, plan, problem.hidden, problem.gate_EIH.shape[1],
         )  # fmt: skip
-        for buffer in workspace.scratch.values():
-            buffer.share_memory_()
-            buffer.fill_(float("nan") if buffer.dtype == torch.bfloat16 else 0)
+        share_new(workspace)
         for tensor in [out, *(vars(kept).values() if kept else ())]:
             if tensor is not None:
                 tensor.share_memory_().fill_(float("nan"))
@@ -135,10 +175,8 @@ def run_layer(
         launches.append(arguments)
         shared_outs.append(out)
         saved.append(kept)
-    hook = None if lose is None else lose(launches)
-    run_concurrently(kernel, plan.num_sms, launches, lose=hook, **disturb)
-    for workspace in workspaces:
-        workspace.check()
+    run_concurrently(kernel, plan.num_sms, launches, lost=lose and lose(launches), **disturb)
+    end_call(workspaces, meet=again)
     if rings is not None:
         rings += [workspace.scratch["h_ring"].view(-1, problem.gate_EIH.shape[1]) for workspace in workspaces]
     outs = [
@@ -342,14 +380,25 @@ def case_forward_ranks():
 
 
 def case_forward_delays():
-    """Twenty seeds of random delays at every atomic operation: the same bits."""
-    problem = Problem(2, 24, 32, 32, 2, 2)
-    first, _, _ = run_layer(problem, 1)
-    assert_close(first, problem.expected())
-    plans = [PLAN, dataclasses.replace(PLAN, num_sms=1)]
-    for seed in range(20):
-        out, _, _ = run_layer(problem, 1 + seed % 3, plans[seed % 2], max_delay_s=0.003, seed=seed)
-        assert torch.equal(out, first), seed
+    """Twenty seeds of random delays at every atomic operation, places of the ring used again on every rank, with shared experts and rows
+    saved in some: the same bits."""
+    plan = dataclasses.replace(PLAN, minibatch_tiles=1, ring_tiles=2, num_sms=3)
+    plans = [plan, dataclasses.replace(plan, num_sms=2, parts=1), dataclasses.replace(plan, num_sms=1)]
+    for shared_width in (0, 24):
+        problem = Problem(0, 56, 32, 32, 3, 2, shared_width=shared_width)
+        first, _, (kept,) = run_layer(problem, 1, saved_rows=12 * BLOCK)
+        assert_close(first, problem.expected())
+        for seed in range(shared_width > 0, 20, 2):
+            ranks, saved_rows = 1 + seed // 2 % 3, (None, 40, 12 * BLOCK)[seed // 2 % 4 % 3]
+            out, schedules, saved = run_layer(problem, ranks, plans[seed // 2 % 5 % 3], saved_rows=saved_rows, max_delay_s=0.003, seed=seed)
+            assert torch.equal(out, first), seed
+            assert all(int(s.num_tokens) > 2 * BLOCK for s in schedules), "no place is used again"
+            place = 0  # a rank's rows among those of one rank alone
+            for rows, mine in zip(schedules, saved, strict=True):
+                count = min(int(rows.num_tokens), saved_rows or 0)
+                for name in ("gate_CI", "up_CI") if saved_rows else ():
+                    assert torch.equal(getattr(mine, name)[:count], getattr(kept, name)[place : place + count]), (seed, name)
+                place += int(rows.num_tokens)
 
 
 def case_forward_knobs():
@@ -436,25 +485,73 @@ def case_nan_stays_in_its_token():
     assert torch.equal(out[others], clean[others])
 
 
-def case_lost_signal_ends_in_a_report():
-    """One x_ready of rank 1 gets lost: the wait gives up, says what it lacked, on every rank, and the kernel ends."""
-    problem = Problem(7, 40, 32, 32, 4, 2)
+@dataclasses.dataclass(frozen=True)
+class Lost:
+    """A signal of a rank that gets lost, counted from the first one of the kernel, and the report of who waits for it."""
 
-    def lose(launches):
-        ready = launches[1]["signals_ptr"].data_ptr() + 4 * 32
+    rank: int
+    signal: int
+    task: int
+    what: str
+    expected: int
 
-        def lost(address, nth):
-            return address == ready
 
-        return lost
-
-    start = time.monotonic()
+def check_lost_signal(call, workspaces: list[Workspace], lost: Lost, limit_s: float) -> None:
+    """call(lose=...) gives up, every rank has the same report and raises it, and call() on the same workspaces, as it left them, gives
+    results; a wait's limit is limit_s * 10^6 readings."""
+    report = dict(rank=lost.rank, task=lost.task, what=memory.STATES.index(lost.what), expected=lost.expected, found=0)
+    for workspace in workspaces:
+        workspace.timeout_s = limit_s
     try:
-        run_layer(problem, 2, timeout_s=3e-3, lose=lose, deadline_s=50)
-        raise AssertionError("no error")
-    except FabricError as error:
-        assert re.search(r"rank 1, task 0: waited for [xh]_ready, expected \d, found 0", str(error)), error
-    assert time.monotonic() - start < 50
+        call(lose=lambda launches: launches[lost.rank]["signals_ptr"].data_ptr() + 4 * (32 + lost.signal))
+    except Ended as ended:
+        assert [found for found, _ in ended.reports] == [report] * len(workspaces), (lost, ended.reports)
+        assert ended.reports[lost.rank][1] == report, (lost, ended.reports)
+        text = f"rank {lost.rank}, task {lost.task}: waited for {lost.what}, expected {lost.expected}, found 0"
+        for rank, error in enumerate(ended.errors):
+            assert error.ranks == (lost.rank,) and str(error).startswith(text), error
+            assert rank == lost.rank or re.search(f"; ended with it: rank {rank}, |; rank {rank} lacked nothing", str(error)), error
+    else:
+        raise AssertionError(f"{lost}: no error")
+    for workspace in workspaces:
+        workspace.timeout_s = 120.0
+        for region in workspace.memory.own.values():
+            if region.is_floating_point():
+                region.fill_(float("nan"))
+    call()
+
+
+def check_lost_signals(problem: Problem, plan: ForwardPlan, kernel, limit_s: float, only: tuple[str, ...] = (), **options) -> None:
+    """Every signal of the forward in turn, on two ranks. problem: shared experts, and places of the ring used again on both ranks."""
+    workspaces = make_workspaces(problem, 2)
+    options = dict(plan=plan, kernel=kernel, workspaces=workspaces, **options)
+    want, schedules, _ = run_layer(problem, 2, **options)
+
+    def call(**lose) -> None:
+        out, _, _ = run_layer(problem, 2, **options, **lose)
+        assert torch.equal(out, want), "the call after a failure gives something else"
+
+    most, ring = schedules[0].tile_expert.numel(), plan.ring_tiles
+    tiles = [int(rows.num_tokens) // plan.block_m for rows in schedules]
+    assert min(tiles) > ring, tiles
+    ups, downs = -(-problem.gate_EIH.shape[1] // plan.block_n), -(-problem.hidden // (2 * plan.block_n))
+    last = tiles[1] - 1  # nobody pulls into its place
+    losses = {
+        "x_ready": Lost(1, 0, 0, "x_ready", plan.parts),
+        "h_ready": Lost(1, most + last, last, "h_ready", ups),
+        "x_free": Lost(0, most, ring, "x_free", ups),
+        "h_free": Lost(1, 2 * most, ring, "h_free", downs),
+        "shared_h_ready": Lost(0, 3 * most, 0, "h_ready", -(-problem.shared[0].shape[0] // plan.block_n)),
+    }
+    for name in only or losses:
+        check_lost_signal(call, workspaces, losses[name], limit_s)
+
+
+def case_lost_signal_ends_in_a_report():
+    """Whichever signal gets lost: a wait gives up, every rank has the report of what was lacking, the kernel ends, and the next call is an
+    ordinary one."""
+    plan = dataclasses.replace(PLAN, minibatch_tiles=1, ring_tiles=2)
+    check_lost_signals(Problem(7, 30, 32, 32, 6, 2, shared_width=32), plan, forward_kernel, 3e-3, deadline_s=50)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from scripts import cases_of, run_script, selected, thorough_but
 
 pytest.importorskip("triton")
 
+CASES = cases_of("interpreted_backward.py")
+FIRST_CASES = [case for case in CASES if case != "more_delays"]
 JOBS = (
     *(f"{case} {arch}" for case in ("plain", "runs", "odd sizes added", "everything") for arch in (90, 100, 103)),
     "mxfp8 90", "mxfp8 everything 90", "mxfp8 odd sizes added 90",
@@ -37,7 +39,7 @@ def compiled(request) -> dict[str, list[dict]]:
     return run_script("compile_backward.py", selected(request, "job"))
 
 
-@pytest.mark.parametrize("case", cases_of("interpreted_backward.py"))
+@pytest.mark.parametrize("case", thorough_but(FIRST_CASES, CASES))
 def test_case(results, case):
     assert not results[case], results[case]
 
