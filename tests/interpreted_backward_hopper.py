@@ -12,7 +12,7 @@ from unittest import mock
 
 # isort: off
 from interpreted_cases import Problem, shared  # before triton: sets TRITON_INTERPRET
-from interpreted_backward import assert_equal, make_d_y, run, torch_saved
+from interpreted_backward import assert_equal, check_lost_signals, make_d_y, run, torch_saved
 
 # isort: on
 import torch
@@ -52,14 +52,16 @@ def make_saved(problem: Problem, ranks: int, tiles: int) -> list[Saved]:
     return [replace(kept, gate_CI=random(), up_CI=random()) for kept in made]
 
 
-def same_bits(problem: Problem, ranks: int, plan: BackwardPlan, saved_tiles: int = 64, clamp: float | None = None, kinds=KINDS) -> None:
+def same_bits(
+    problem: Problem, ranks: int, plan: BackwardPlan, saved_tiles: int = 64, clamp: float | None = None, kinds=KINDS, seed: int = 0
+) -> None:  # fmt: skip
     """The bits of the ordinary kernel; and loads of some tasks begin before the task, of others not. kinds: with one program, so that
     nobody is late, some of each."""
     d_y = make_d_y(problem)
     options = dict(clamp=clamp, shared_clamp=clamp, saved=make_saved(problem, ranks, saved_tiles), deadline_s=300.0)
     want = run(problem, d_y, ranks, replace(plan, prefetch=False), **options)
     TOLD.take()
-    got = run_hopper(problem, d_y, ranks, plan, **options, max_delay_s=0.01)
+    got = run_hopper(problem, d_y, ranks, plan, **options, max_delay_s=0.004, seed=seed)
     assert_equal(got, want, (ranks, plan))
     tasks = TOLD.take()
     loaded = sum(count for (_, loaded, _), count in tasks.items() if loaded)
@@ -104,6 +106,32 @@ def case_shared():
     problem = Problem(6, 150, 384, 384, 2, 1, shared_width=512)
     same_bits(problem, 1, replace(PLAN, num_sms=3), kinds=SHARED_KINDS)
     same_bits(problem, 2, replace(PLAN, num_sms=1, ring_tiles=2), 1, 0.5, SHARED_KINDS)
+
+
+def case_three_ranks():
+    """Places used again on every rank, of some of whose tiles gate and up are saved; a rank without tokens."""
+    same_bits(Problem(9, 60, 384, 384, 9, 1), 3, replace(PLAN, num_sms=1, ring_tiles=2), 1, kinds=())
+
+
+def case_delays():
+    """The same with one rank and two, with shared experts, and other delays."""
+    for seed in range(1, 7):
+        ranks = 1 + seed % 3
+        problem = Problem(seed, 60, 384, 384, 3 * ranks, 1, shared_width=384 * (seed % 2))
+        same_bits(problem, ranks, replace(PLAN, num_sms=2 - seed // 2 % 2, ring_tiles=2), (0, 1, 64)[seed // 2 % 3], kinds=(), seed=seed)
+
+
+def case_lost_signal_ends_in_a_report():
+    lost_signals("d_gate_ready")
+
+
+def case_more_lost_signals():
+    lost_signals("x_ready", "gate_ready", "group_ready", "x_free", "shared_ready", "all shared_ready", "group_done")
+
+
+def lost_signals(*names: str) -> None:
+    problem = Problem(10, 150 if "group_done" in names else 48, 384, 384, 6, 1, shared_width=384)
+    check_lost_signals(problem, replace(PLAN, ring_tiles=2), 1e-2, names, run_hopper, deadline_s=300.0)
 
 
 def case_needs():

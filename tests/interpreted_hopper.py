@@ -10,7 +10,7 @@ import sys
 from unittest import mock
 
 # isort: off
-from interpreted_cases import Problem, run_layer  # before triton: sets TRITON_INTERPRET
+from interpreted_cases import Problem, check_lost_signals, run_layer  # before triton: sets TRITON_INTERPRET
 
 # isort: on
 import torch
@@ -53,21 +53,50 @@ def case_gathered():
     same_bits(Problem(9, 150, 320, 264, 2, 1, shared_width=280), 1, 3, None, gather=True)
 
 
-def same_bits(problem: Problem, ranks: int, programs: int, saved_rows: int | None, gather: bool = False) -> None:
+def case_three_ranks():
+    """Places of the ring used again on every rank; a rank without tokens."""
+    same_bits(Problem(7, 60, 264, 264, 9, 2), 3, 1, 200, ring_tiles=2)
+
+
+def case_delays():
+    """The same with one rank and two, with shared experts or gate and up saved, and other delays."""
+    for seed in range(9):
+        problem = Problem(seed, 70, 264, 264, 9, 2, shared_width=264 * (seed % 2))
+        same_bits(problem, 3 - seed % 3, 1 + seed // 3 % 2, None if seed % 2 else 200, ring_tiles=2, seed=seed)
+
+
+def case_lost_signal_ends_in_a_report():
+    lost_signals("x_ready", "x_free")
+
+
+def case_more_lost_signals():
+    lost_signals("h_ready", "h_free", "shared_h_ready")
+
+
+def lost_signals(*names: str) -> None:
+    problem = Problem(8, 60, 264, 264, 6, 1, shared_width=264)
+    check_lost_signals(problem, ForwardPlan(num_sms=2, minibatch_tiles=1, ring_tiles=2), KERNEL, 1e-2, names, deadline_s=300.0)
+
+
+def same_bits(
+    problem: Problem, ranks: int, programs: int, saved_rows: int | None, ring_tiles: int = 4, seed: int = 0, gather: bool = False
+) -> None:
     width, hidden = problem.gate_EIH.shape[1:]
-    plan = ForwardPlan(num_sms=programs, minibatch_tiles=2, ring_tiles=4, gather=gather)
+    plan = ForwardPlan(num_sms=programs, minibatch_tiles=ring_tiles // 2, ring_tiles=ring_tiles, gather=gather)
     clamp = 1.0 if saved_rows else None
     options = dict(plan=plan, saved_rows=saved_rows, clamp=clamp, shared_clamp=clamp, deadline_s=300.0)
     want, schedules, kept = run_layer(problem, ranks, **options)
     TOLD.take()
     with mock.patch.object(launch, "is_hopper", lambda device: True):
-        got, _, kept_too = run_layer(problem, ranks, **options, kernel=KERNEL, max_delay_s=0.01)
+        got, _, kept_too = run_layer(problem, ranks, **options, kernel=KERNEL, max_delay_s=0.004, seed=seed)
     assert torch.equal(got, want), (got != want).nonzero()[0].tolist()
     for one, other in zip(kept_too, kept, strict=True):
         if saved_rows:
             assert torch.equal(one.gate_CI, other.gate_CI) and torch.equal(one.up_CI, other.up_CI)
             if problem.shared:
                 assert torch.equal(one.shared_gate_TS, other.shared_gate_TS) and torch.equal(one.shared_up_TS, other.shared_up_TS)
+    if ring_tiles == 2:
+        assert all(int(rows.num_tokens) > 2 * 128 for rows in schedules), "no place is used again"
     tiles = sum(int(rows.num_tokens) for rows in schedules) // 128
     ups, downs, shared_ups, shared_tiles = -(-width // 128), -(-hidden // 256), 0, 0
     if problem.shared:

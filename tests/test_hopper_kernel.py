@@ -8,10 +8,11 @@ from scripts import cases_of, run_script, thorough_but
 
 pytest.importorskip("triton.experimental.gluon")
 
-FIRST_OF_BACKWARD = ("bits", "small_ring", "shared", "faults")
+FIRST = ("bits", "shared_bits", "three_ranks", "lost_signal_ends_in_a_report", "faults")
+FIRST_OF_BACKWARD = ("bits", "small_ring", "shared", "lost_signal_ends_in_a_report", "faults")
 
 
-@pytest.mark.parametrize("case", cases_of("interpreted_hopper.py"))
+@pytest.mark.parametrize("case", thorough_but(FIRST, cases_of("interpreted_hopper.py")))
 def test_forward_case(case):
     found = run_script("interpreted_hopper.py", [case], interpret=True)
     assert not found[case], found[case]
