@@ -522,7 +522,11 @@ def check_lost_signal(call, workspaces: list[Workspace], lost: Lost, limit_s: fl
 
 
 def check_lost_signals(problem: Problem, plan: ForwardPlan, kernel, limit_s: float, only: tuple[str, ...] = (), **options) -> None:
-    """Every signal of the forward in turn, on two ranks. problem: shared experts, and places of the ring used again on both ranks."""
+    """Every signal of the forward in turn, on two ranks. problem: shared experts, and places of the ring used again on both ranks.
+
+    With one program per rank: among several, who waits behind the lost signal's first reader may give up before it.
+    """
+    assert plan.num_sms == 1
     workspaces = make_workspaces(problem, 2)
     options = dict(plan=plan, kernel=kernel, workspaces=workspaces, **options)
     want, schedules, _ = run_layer(problem, 2, **options)
@@ -550,8 +554,23 @@ def check_lost_signals(problem: Problem, plan: ForwardPlan, kernel, limit_s: flo
 def case_lost_signal_ends_in_a_report():
     """Whichever signal gets lost: a wait gives up, every rank has the report of what was lacking, the kernel ends, and the next call is an
     ordinary one."""
-    plan = dataclasses.replace(PLAN, minibatch_tiles=1, ring_tiles=2)
-    check_lost_signals(Problem(7, 30, 32, 32, 6, 2, shared_width=32), plan, forward_kernel, 3e-3, deadline_s=50)
+    plan = dataclasses.replace(PLAN, num_sms=1, minibatch_tiles=1, ring_tiles=2)
+    check_lost_signals(Problem(7, 30, 32, 32, 6, 2, shared_width=32), plan, forward_kernel, 1e-3, deadline_s=50)
+
+
+def case_lost_signal_ends_every_program():
+    """Three programs per rank, some of which may wait for what another one's end keeps from them: one report, the same on every rank."""
+    problem, plan = Problem(7, 40, 32, 32, 4, 2), dataclasses.replace(PLAN, num_sms=3)
+    workspaces = make_workspaces(problem, 2)
+    for workspace in workspaces:
+        workspace.timeout_s = 3e-3
+    first_x_ready = lambda launches: launches[1]["signals_ptr"].data_ptr() + 4 * 32  # noqa: E731
+    try:
+        run_layer(problem, 2, plan, workspaces=workspaces, lose=first_x_ready, deadline_s=50)
+        raise AssertionError("no error")
+    except Ended as ended:
+        assert ended.reports[0][0] == ended.reports[1][0], ended.reports
+        assert re.match(r"rank 1, task 0: waited for [xh]_ready, expected \d, found 0", str(ended)), ended
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def case_more_lost_signals():
 
 def lost_signals(*names: str) -> None:
     problem = Problem(8, 60, 264, 264, 6, 1, shared_width=264)
-    check_lost_signals(problem, ForwardPlan(num_sms=2, minibatch_tiles=1, ring_tiles=2), KERNEL, 1e-2, names, deadline_s=300.0)
+    check_lost_signals(problem, ForwardPlan(num_sms=1, minibatch_tiles=1, ring_tiles=2), KERNEL, 1e-3, names, deadline_s=300.0)
 
 
 def same_bits(
