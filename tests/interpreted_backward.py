@@ -527,10 +527,19 @@ def check_lost_signals(problem: Problem, plan: BackwardPlan, limit_s: float, onl
         check_lost_signal(call, workspaces, Lost(1, 4 * most + 2, 0, "group_done", tasks_of_first_group()[1]), limit_s)
 
 
+def lost_signals(*names: str) -> None:
+    problem, plan = Problem(9, 30, 32, 40, 6, 2, shared_width=40), replace(PLAN, num_sms=1, ring_tiles=2)
+    check_lost_signals(problem, plan, 1e-3, names, deadline_s=50)
+
+
 def case_lost_signal_ends_in_a_report():
     """Whichever signal gets lost: a wait gives up, every rank has the report of what was lacking, the kernel ends, and the next call is an
     ordinary one."""
-    check_lost_signals(Problem(9, 30, 32, 40, 6, 2, shared_width=40), replace(PLAN, num_sms=1, ring_tiles=2), 1e-3, deadline_s=50)
+    lost_signals("x_ready", "d_gate_ready", "group_ready", "x_free")
+
+
+def case_more_lost_signals():
+    lost_signals("gate_ready", "shared_ready", "all shared_ready", "group_done")
 
 
 # ---- the executor ----
