@@ -3,6 +3,7 @@ with random delays."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 
@@ -139,7 +140,7 @@ def test_what_is_asked_for(needs, launches):
 
 
 def test_what_it_cannot_compute_the_ordinary_kernel_does(launches):
-    """Sizes too small, or no multiples of a tile's; runs of tiles; gradients that are added to."""
+    """Sizes too small, or no multiples of a tile's; runs of tiles."""
     for options in (dict(width=256), dict(hidden=256), dict(width=320), dict(shared_width=256)):
         sizes = dict(tokens=300, hidden=512, width=384, experts=4, top_k=2) | options
         problem = Problem(**sizes)
@@ -148,12 +149,32 @@ def test_what_it_cannot_compute_the_ordinary_kernel_does(launches):
     problem, d_y = many_rows()
     first = Group(problem, d_y, 1, ORDINARY).run()
     equal(Group(problem, d_y, 1, BackwardPlan(run=4)).run(), first, "run")
+    assert not launches[0]
+
+
+@pytest.mark.parametrize("changes", [{}, dict(ring_tiles=8, group_tiles=4)], ids=str)
+def test_gradients_that_are_added_to(changes, launches):
+    """The bits of the ordinary kernel, twice into the same fp32 gradients; with a small ring sums are cut. An expert without rows adds
+    nothing."""
+    problem, d_y = many_rows()
+    problem.ids_TK[problem.ids_TK == 3] = 4
     weights = dict(zip(("gate", "up", "down"), (problem.gate, problem.up, problem.down), strict=True))
     weights |= dict(zip(("shared gate", "shared up", "shared down"), problem.shared, strict=True))
-    mains = {name: torch.zeros(weight.shape, device=DEVICE) for name, weight in weights.items()}
-    got = Group(problem, d_y, 1, mains=mains).run()
-    equal(got, {name: first[name] for name in got}, "added")
-    assert not launches[0]
+    found = []
+    for plan in (ORDINARY, BackwardPlan()):
+        generator = torch.Generator(DEVICE).manual_seed(1)
+        mains = {name: torch.randn(weight.shape, device=DEVICE, generator=generator) for name, weight in weights.items()}
+        before = {name: main.clone() for name, main in mains.items()}
+        group = Group(problem, d_y, 1, dataclasses.replace(plan, **changes), mains=mains)
+        results = [group.run() for _ in range(2)]
+        for name, main in mains.items():
+            assert not torch.equal(main, before[name]), name
+            assert name.startswith("shared") or torch.equal(main[3], before[name][3]), name
+        found.append((results, mains))
+        assert bool(launches[0]) == plan.prefetch
+    for one, other in zip(found[0][0], found[1][0], strict=True):
+        equal(other, one, changes)
+    equal(found[1][1], found[0][1], changes)
 
 
 def test_a_lost_task_is_reported_on_time():

@@ -65,6 +65,17 @@ def test_bits_do_not_depend_on_time(ranks):
         assert torch.equal(group.run(delay=True), first), repeat
 
 
+@pytest.mark.parametrize("name", SIZES)
+def test_rows_that_are_gathered(name):
+    """One rank pulls nothing: whole and half tiles, steps that are not full, places of h used again."""
+    problem = Problem(*SIZES[name], masked=0.1)
+    first = Group(problem, 1, ORDINARY).run()
+    for plan in (ForwardPlan(gather=True), ForwardPlan(gather=True, minibatch_tiles=4, ring_tiles=8, num_sms=20)):
+        group = Group(problem, 1, plan)
+        for repeat in range(20):
+            assert torch.equal(group.run(delay=bool(repeat % 2)), first), (plan, repeat)
+
+
 CHANGES = [dict(num_sms=1), dict(num_sms=7, minibatch_tiles=2, ring_tiles=4), dict(parts=8), dict(half_tiles=False), dict(trace=True)]
 
 
@@ -104,12 +115,13 @@ def test_shared_experts(name, clamp):
 def test_saved_gate_and_up(clamp):
     problem = Problem(900, 512, 320, 5, 2, shared_width=328, clamp=clamp, shared_clamp=clamp)
     found = []
-    for plan in (ORDINARY, ForwardPlan()):
+    for plan in (ORDINARY, ForwardPlan(), ForwardPlan(gather=True)):
         out, rows, saved = Group(problem, 1, plan).one_rank(0, save=True, saved_rows=700)
         torch.cuda.synchronize()
         real = rows.peer_rank[:700] >= 0
         found.append((out, saved.gate_CI[real], saved.up_CI[real], saved.shared_gate_TS, saved.shared_up_TS))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
 
 
 def test_a_layer_it_cannot_run_runs_the_ordinary_kernel():
