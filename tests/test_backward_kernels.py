@@ -55,6 +55,7 @@ def test_compiles_for_the_chip(compiled, job):
     stored = sorted(f"{of}d_{which}_weight_desc" for of in ("", *of_shared) for which in ("gate", "up", "down")) if stores else []
     assert backward["copy_engine_stores"] == stores and backward["stored"] == stored, backward
     assert backward["unfinished"] == 0, "announced before it is in memory"
+    assert backward["clocks"] == 0, "timestamps cost something when they are off"
     assert backward["shared"] <= 232448, "more shared memory than the chip has"
     assert backward["serialized"] == 0, "products wait for each other"
     assert backward["exponentials"] == 2 * 4, "the sigmoid of a slice, in whole or in half tiles, is computed twice"
@@ -72,6 +73,7 @@ def test_hopper_ring_of_loads(compiled, job):
     assert kernel["tensor_core"] == 4 * forms and kernel["full_waits"] == 3 + forms - 3 * 5 and kernel["serialized"] == 0, kernel
     assert kernel["shared"] <= 232448 and kernel["stack"] <= HOPPER_JOBS[job], kernel
     assert kernel["local_in_loop"] == 0 and kernel["single_conversions"] == 0 and kernel["unfinished"] == 0, kernel
+    assert (kernel["clocks"] > 0) == ("clamp" in job), "timestamps are in the traced form alone"
     stores = 0 if "added" in job else 1 + any(what in job for what in ("cut", "everything"))
     assert kernel["copy_engine_stores"] == 2 * stores, kernel
     assert len(kernel["stored"]) == (stores > 0) * (6 if any(what in job for what in ("shared", "everything")) else 3), kernel
