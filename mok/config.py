@@ -228,8 +228,11 @@ class MoEConfig:
         """The layer of a published model, e.g. `MoEConfig.preset("deepseek-v3")`; `changes` replace single fields.
 
         Raises:
+            TypeError: a name that is no string.
             ValueError: unknown name (the message lists the known ones), or a model whose layer is not supported yet.
         """
+        if not isinstance(name, str):
+            raise TypeError(f"name={name!r}: must be a str, not {type(name).__name__}")
         key = name.lower()
         if key.startswith("gpt-oss"):
             raise ValueError(

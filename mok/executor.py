@@ -17,6 +17,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -169,6 +170,41 @@ class ExpertGradient:
         self.down.addmm_(d_y.T, hidden)
 
 
+class _Final(torch.autograd.Function):
+    """Tensors as they are; whoever differentiates them is told that there is nothing to differentiate."""
+
+    @staticmethod
+    def forward(ctx, anchor, *tensors):  # type: ignore[no-untyped-def]
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx, *_):  # type: ignore[no-untyped-def]
+        raise RuntimeError("mok: double backward is not supported; a gradient made with create_graph=True was differentiated again")
+
+
+def final(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward formula whose results cannot be differentiated again and say so."""
+
+    @functools.wraps(backward)
+    def formula(ctx, *d_outs):  # type: ignore[no-untyped-def]
+        tensors = d_outs[0] if isinstance(d_outs[0], list | tuple) else d_outs
+        batched = (torch._C._functorch.is_legacy_batchedtensor, torch._C._functorch.is_batchedtensor)
+        if any(isinstance(tensor, Tensor) and any(kind(tensor) for kind in batched) for tensor in tensors):
+            raise RuntimeError("mok: is_grads_batched=True (torch.vmap over a backward) is not supported; differentiate in a loop")
+        if not torch.is_grad_enabled():
+            return backward(ctx, *d_outs)
+        with torch.no_grad():
+            results = backward(ctx, *d_outs)
+        gradients = [results] if isinstance(results, Tensor) else list(results)
+        places = [i for i, gradient in enumerate(gradients) if isinstance(gradient, Tensor)]
+        marked = _Final.apply(torch.empty(0, requires_grad=True), *(gradients[i] for i in places))
+        for i, gradient in zip(places, marked, strict=True):
+            gradients[i] = gradient
+        return gradients[0] if isinstance(results, Tensor) else tuple(gradients)
+
+    return formula
+
+
 def _tiles(rows: int) -> range:
     return range(0, rows, TILE_M)
 
@@ -304,9 +340,9 @@ def _save_inputs(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.clamp = inputs[-1]
 
 
-row_linear.register_autograd(lambda ctx, d_out: _row_linear_backward(d_out, *ctx.saved_tensors), setup_context=_save_inputs)
+row_linear.register_autograd(final(lambda ctx, d_out: _row_linear_backward(d_out, *ctx.saved_tensors)), setup_context=_save_inputs)
 row_swiglu.register_autograd(
-    lambda ctx, d_out: (*_row_swiglu_backward(d_out, *ctx.saved_tensors, ctx.clamp), None), setup_context=_save_inputs
+    final(lambda ctx, d_out: (*_row_swiglu_backward(d_out, *ctx.saved_tensors, ctx.clamp), None)), setup_context=_save_inputs
 )
 
 

@@ -10,8 +10,11 @@ Legend: T tokens of a rank, H hidden, I intermediate, E experts in all, K choice
 
 from __future__ import annotations
 
+import hashlib
 import math
 import numbers
+import warnings
+import weakref
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -23,12 +26,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from mok import ops
 from mok.config import MoEConfig, Tuning, _check_int
-from mok.executor import row_linear, row_swiglu, row_swiglu_gradients, wide_dtype
-from mok.fabric import HostFabric, host_fabric
+from mok.executor import final, row_linear, row_swiglu, row_swiglu_gradients, wide_dtype
+from mok.fabric import HostFabric, VirtualFabric, host_fabric
 from mok.ops import Inputs, MainGrads, Problem
 from mok.quantize import UNQUANTIZED, Precision, Recipe
 from mok.router import Router, Routing, balance_loss, row_sigmoid, scale_rows
 from mok.schedule import local_experts
+from mok.seeds import generator_of
 
 Group = dist.ProcessGroup | DeviceMesh | HostFabric | None
 
@@ -49,7 +53,7 @@ class _RoutedExperts(torch.autograd.Function):
         return out, counts_E
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @final
     def backward(ctx, d_out, _):  # type: ignore[no-untyped-def]
         *inputs, gate_CI, up_CI = ctx.saved_tensors
         problem, main_grads, shared_dtype, number = ctx.rest
@@ -68,10 +72,18 @@ def _local(parameter: Tensor) -> Tensor:
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in autocast's dtype where it is on."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
+    return tuple(t.to(_computed(t.dtype, device)) for t in tensors)
+
+
+def _computed(dtype: torch.dtype, device: str) -> torch.dtype:
+    """The dtype that autocast makes of it where it is on."""
     narrow = (torch.float32, torch.bfloat16, torch.float16)  # as torch does: fp64 stays
-    return tuple(t.to(torch.get_autocast_dtype(device)) if t.dtype in narrow else t for t in tensors)
+    return torch.get_autocast_dtype(device) if dtype in narrow and torch.is_autocast_enabled(device) else dtype
+
+
+def _check_no_transform() -> None:
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError("mok: torch.func transforms (vmap, grad, vjp, jvp, ...) are not supported; use torch.autograd")
 
 
 def _main_grad(parameter: Tensor) -> Tensor | None:
@@ -79,6 +91,9 @@ def _main_grad(parameter: Tensor) -> Tensor | None:
     if main is None or not parameter.requires_grad:
         return None
     return _local(main) if isinstance(main, Tensor) else main  # anything else is refused with all ranks
+
+
+_compared: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -116,6 +131,26 @@ class _Group:
         if not torch.compiler.is_compiling():
             self.fabric.begin("forward", {}, lambda request: [], error=error, timeout_s=tuning.timeout_s)
         raise error
+
+    def generator(self) -> torch.Generator | None:
+        """Where first weights come from; None is torch's default generator."""
+        return generator_of(self.given) if isinstance(self.given, VirtualFabric) and self.size > 1 else None
+
+    def compare_generators(self) -> None:
+        """Warn if the processes of a group do not start from the same weights. Collective for the group's first layer."""
+        if not isinstance(self.given, dist.ProcessGroup) or self.given in _compared:
+            return
+        _compared.add(self.given)
+        states: list[Any] = [None] * self.size
+        dist.all_gather_object(states, hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(), group=self.given)
+        others = [rank for rank, state in enumerate(states) if state != states[0]]
+        if others:
+            warnings.warn(
+                f"mok.MoE: torch's generator stands elsewhere on ranks {', '.join(map(str, others))} of the group than on rank 0, so "
+                "router and shared experts start with other weights there: call torch.manual_seed with the same seed on all ranks before "
+                "the layer is built, or load the same weights into all of them",
+                stacklevel=3,
+            )
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -252,6 +287,7 @@ def moe(
     try:
         if given is not None and not isinstance(given, Tuning):
             raise TypeError(f"tuning={given!r}: must be a Tuning")
+        _check_no_transform()
         _check_tensors(x=x, ids=ids, weights=weights, gate_EIH=gate_EIH, up_EIH=up_EIH, down_EHI=down_EHI, shared=shared)
         leading = x.shape[:-1]
         for name, other in (("ids", ids), ("weights", weights), ("shared", shared)):
@@ -326,7 +362,7 @@ class _SwigluIntoMainGrads(torch.autograd.Function):
         return row_swiglu(x, gate, up, down, clamp)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @final
     def backward(ctx, d_out):  # type: ignore[no-untyped-def]
         clamp, mains = ctx.rest
         x, *weights = ctx.saved_tensors
@@ -403,7 +439,8 @@ class MoE(nn.Module):
     their gradients are those of this rank's tokens and are reduced as any data-parallel parameter.
 
     All ranks of a group build the layer with the same seed: replicated parameters must be equal, and an expert's first weights depend on
-    the seed and its index, not on the number of ranks.
+    the seed and its index, not on the number of ranks. The first layer of a group of processes warns if torch's generators differ. Virtual
+    ranks may call `torch.manual_seed` in their threads or before them: each draws from a generator of its own (`mok.seeds`).
 
     Where a gate, up or down matrix of the experts, routed or shared, has an attribute `main_grad` (fp32, same shape), its gradient is
     added into that, unrounded, and `.grad` stays None. Those of the router and of the shared experts' output gate stand in `.grad`.
@@ -415,12 +452,12 @@ class MoE(nn.Module):
         tuning: the knobs; none moves a bit.
         precision, quantized_weight_gradients: as `moe`; which operands are quantized is the table of `mok.quantize.Recipe`. Parameters and
             their gradients keep their dtype. Weights are quantized anew by every forward and backward.
-        dtype, device: of the parameters.
+        dtype, device: of the parameters. `layer.router.float()` keeps the router of a bf16 or fp16 layer in fp32: it computes in fp32
+            either way, from a weight that is then not rounded after every step.
 
     Attributes:
         tokens_per_expert: int64 [E], how many routes each expert got from the whole group in the last training forward.
-        balance_loss: the sequence-wise balance loss of the last training forward times its weight, to be added to the loss; None where it
-            is off or the forward ran without gradients, as under reentrant checkpointing (return it from the checkpointed function there).
+        balance_loss: see there.
     """
 
     tokens_per_expert: Tensor
@@ -439,6 +476,8 @@ class MoE(nn.Module):
         super().__init__()
         if not isinstance(config, MoEConfig):
             raise TypeError(f"config={config!r}: must be a MoEConfig, from MoEConfig.preset(name) for instance")
+        if (torch.get_default_dtype() if dtype is None else dtype) not in ops.DTYPES:
+            raise TypeError(f"dtype={dtype!r}: must be one of {', '.join(map(str, ops.DTYPES))}")
         if tuning is not None and not isinstance(tuning, Tuning):
             raise TypeError(f"tuning={tuning!r}: must be a Tuning")
         self.config = config
@@ -448,6 +487,7 @@ class MoE(nn.Module):
         kind = torch.get_default_device().type if device is None else torch.device(device).type
         if kind == "cpu":
             _ = self.fabric  # made here, where all ranks are sure to come
+            self.group.compare_generators()
         experts = local_experts(config.num_experts, self.group.size, self.group.rank)
         mesh = self.group.mesh
         if mesh is None and isinstance(self.group.given, dist.ProcessGroup):
@@ -460,14 +500,17 @@ class MoE(nn.Module):
             shape, stride = (config.num_experts, rows, columns), (rows * columns, columns, 1)
             return nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], shape=torch.Size(shape), stride=stride))
 
-        with torch.random.fork_rng(devices=[]):  # its first weights come from reset_parameters, as all others
-            self.router = Router(config, dtype=dtype, device=device)
+        # Its first weights come from reset_parameters, as all others do: these are thrown away.
+        self.router = Router(config, dtype=dtype, device=device, generator=torch.Generator("cpu"))
         self.gate_EIH = shard(config.intermediate_size, config.hidden_size)
         self.up_EIH = shard(config.intermediate_size, config.hidden_size)
         self.down_EHI = shard(config.hidden_size, config.intermediate_size)
         self.shared = SharedExperts(config, dtype=dtype, device=device) if config.num_shared_experts else None
         self.register_buffer("tokens_per_expert", torch.zeros(config.num_experts, dtype=torch.int64, device=device), persistent=False)
-        self.balance_loss: Tensor | None = None
+        self._loss: Tensor | None = None
+        self._loss_has_graph = True
+        self._recomputed_loss: Tensor | None = None
+        self._keep_recomputed = False
         self._uncounted = False
         self.reset_parameters()
 
@@ -477,9 +520,10 @@ class MoE(nn.Module):
 
         Call it before the layer is wrapped, by `fully_shard` for instance.
         """
-        self.router.reset_parameters()
+        generator = None if self.router.weight.is_meta else self.group.generator()
+        self.router.reset_parameters(generator)
         self.tokens_per_expert.zero_()
-        seed = int(torch.randint(2**40, (), device="cpu"))
+        seed = int(torch.randint(2**40, (), device="cpu", generator=generator))
         experts = local_experts(self.config.num_experts, self.group.size, self.group.rank)
 
         def draw(shape: torch.Size, seed: int) -> Tensor:
@@ -503,7 +547,7 @@ class MoE(nn.Module):
         return self.group.fabric
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., H] in the parameters' dtype (any floating-point dtype under autocast) -> the same shape.
+        """x [..., H] in the experts' dtype (under autocast any of fp32, bf16 and fp16, or fp64 for fp64 experts) -> the same shape.
 
         Where the balance loss is on, the last dimension but one counts the tokens of a sequence. Raises as `moe`.
         """
@@ -517,13 +561,36 @@ class MoE(nn.Module):
         shared_experts = self.shared if x.is_cuda else None  # there they are computed inside the kernel
         out = self._run(routed_x, routing.ids_TK, routing.weights_TK, shared, shared_experts, scale)
         if self.training and self.config.balance_loss_weight > 0:
-            loss = None
-            if torch.is_grad_enabled():
-                tokens = x.shape[-2] if x.dim() > 1 else 1
-                loss = self.config.balance_loss_weight * balance_loss(routing.scores_TE, routing.ids_TK, self.config, tokens)
-            if not _in_backward():  # a recompute computes what the forward did, and leaves the step's loss alone
-                self.balance_loss = loss
+            tokens = x.shape[-2] if x.dim() > 1 else 1
+            self._keep_loss(self.config.balance_loss_weight * balance_loss(routing.scores_TE, routing.ids_TK, self.config, tokens))
         return out.view(x.shape)
+
+    @property
+    def balance_loss(self) -> Tensor | None:
+        """The sequence-wise balance loss of the last training forward times its weight, to be added to the loss; None where it is off.
+
+        Where that forward ran under `no_grad`, so did the loss: it is a value as long as gradients are off, and None when they are on, so
+        that nobody adds a constant in place of it. The first pass of reentrant checkpointing is such a forward: return the loss from the
+        checkpointed function together with the output. The one returned has a gradient, and stands here from then on.
+        """
+        if self._recomputed_loss is not None and _in_backward():
+            return self._recomputed_loss
+        if self._loss is None or self._loss_has_graph or self._loss.requires_grad or not torch.is_grad_enabled():
+            return self._loss
+        return None
+
+    def _keep_loss(self, loss: Tensor) -> None:
+        """A recompute computes what the forward did, and leaves the step's loss alone.
+
+        But that of reentrant checkpointing returns its own, which has the graph. As another checkpointed call may come between the two,
+        a recompute's loss is kept for its reader from the first forward under no_grad on, and lives until the next forward.
+        """
+        if _in_backward():
+            self._recomputed_loss = loss if self._keep_recomputed else None
+            return
+        self._loss, self._loss_has_graph, self._recomputed_loss = loss, torch.is_grad_enabled(), None
+        if not self._loss_has_graph:
+            self._keep_recomputed = True
 
     def _prepare(self, x: Tensor) -> tuple[Tensor, Routing, Tensor | None, Tensor | None]:
         """What needs no other rank: x [T, H] for the routed experts, the routing, on the CPU the shared experts' output, on a GPU only the
@@ -544,13 +611,32 @@ class MoE(nn.Module):
     def _check(self, x: Tensor) -> None:
         if not isinstance(x, Tensor):
             raise TypeError(f"x={x!r}: must be a tensor")
+        _check_no_transform()
         weight = self.router.weight
         if x.dim() == 0 or x.shape[-1] != self.config.hidden_size:
             raise ValueError(f"x has shape {tuple(x.shape)}: must be [..., H] with H=hidden_size={self.config.hidden_size}")
-        if not x.dtype.is_floating_point or (x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type)):
-            raise TypeError(f"x has dtype {x.dtype}: must be that of the parameters, {weight.dtype}, outside autocast")
+        self._check_dtypes(x)
         if x.device != weight.device:
             raise ValueError(f"x is on {x.device}: must be on the device of the parameters, {weight.device}")
+
+    def _check_dtypes(self, x: Tensor) -> None:
+        """x and the products' weights have one dtype (as autocast makes it); the router's and the output gate's are widened as x is."""
+        device, experts, shared = x.device.type, self.gate_EIH.dtype, self.shared
+        dtype = _computed(x.dtype, device)
+        if dtype not in ops.DTYPES:
+            raise TypeError(f"x has dtype {x.dtype}: must be one of {', '.join(map(str, ops.DTYPES))}")
+        if dtype != _computed(experts, device):
+            rule = "fp64 goes with fp64 alone" if torch.is_autocast_enabled(device) else "or autocast must be on"
+            raise TypeError(f"x has dtype {x.dtype}: must be that of the experts, {experts} ({rule})")
+        matrices = {} if shared is None else {"gate_SH": shared.gate_SH, "up_SH": shared.up_SH, "down_HS": shared.down_HS}
+        for name, matrix in matrices.items():
+            if _computed(matrix.dtype, device) != dtype:
+                raise TypeError(f"shared.{name} has dtype {matrix.dtype}: must be that of the experts, {experts}")
+        allowed = [d for d in ops.DTYPES if d != torch.float64 or x.dtype == torch.float64]
+        widened = {"router.weight": self.router.weight, "shared.output_gate_H": None if shared is None else shared.output_gate_H}
+        for name, weight in widened.items():
+            if weight is not None and weight.dtype not in allowed:
+                raise TypeError(f"{name} has dtype {weight.dtype}: must be one of {', '.join(map(str, allowed))} for {x.dtype} x")
 
     def routed(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, shared: Tensor | None = None) -> Tensor:
         """Dispatch, experts and combine for given choices; see `moe`."""
@@ -606,7 +692,13 @@ class MoE(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: without the balance loss, which belongs to a graph."""
-        return {**self.__dict__, "balance_loss": None}
+        return {**self.__dict__, "_loss": None, "_recomputed_loss": None}
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Let the counts, which no state dict has, follow parameters that `assign=True` takes from the meta device."""
+        super()._load_from_state_dict(*args, **kwargs)
+        if self.tokens_per_expert.is_meta and not self.gate_EIH.is_meta:
+            self.tokens_per_expert = torch.zeros_like(self.tokens_per_expert, device=self.gate_EIH.device)
 
     def extra_repr(self) -> str:
         c = self.config

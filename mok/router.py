@@ -19,13 +19,14 @@ sequence.
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mok.config import MoEConfig
-from mok.executor import row_linear
+from mok.executor import final, row_linear
 
 SUM_EPS = 1e-20
 """Added to a sum of scores before it divides, so that scores that all underflow to zero give weights of zero and not NaN."""
@@ -109,23 +110,31 @@ class Router(nn.Module):
 
     bias: Tensor | None
 
-    def __init__(self, config: MoEConfig, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, config: MoEConfig, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, dtype=dtype, device=device))
         bias = torch.empty(config.num_experts, dtype=torch.float32, device=device) if config.selection_bias else None
         self.register_buffer("bias", bias)
-        self.reset_parameters()
+        self.reset_parameters(generator)
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw the weight from a normal distribution of deviation 0.02 (see `INIT_STD`) and set the bias to zero."""
-        self.weight.normal_(std=INIT_STD)
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the weight from a normal distribution of deviation 0.02 (see `INIT_STD`) and set the bias to zero.
+
+        generator: in place of the default one, for a weight on its device; on another one the default generator draws all the same.
+        """
+        here = generator is not None and generator.device.type == self.weight.device.type
+        self.weight.normal_(std=INIT_STD, generator=generator if here else None)
         if self.bias is not None:
             self.bias.zero_()
 
     def forward(self, x_TH: Tensor) -> Routing:
-        """Route tokens [T, H] of any floating dtype. Computes in fp32, in fp64 for fp64 tokens, autocast or not."""
+        """Route tokens [T, H] of any floating dtype. Computes in fp32, in fp64 for fp64 tokens, autocast or not; a weight of another dtype
+        is widened to it first, and its gradient rounded to its own."""
         if x_TH.dim() != 2 or x_TH.shape[1] != self.config.hidden_size:
             raise ValueError(f"x_TH.shape={tuple(x_TH.shape)}: must be (tokens, hidden_size={self.config.hidden_size})")
         with torch.autocast(x_TH.device.type, enabled=False):
@@ -143,12 +152,20 @@ class Router(nn.Module):
         if self.bias is None:
             raise ValueError("update_bias: needs a config with selection_bias=True")
         load_E = tokens_per_expert_E
+        if not isinstance(load_E, Tensor):
+            raise TypeError(f"tokens_per_expert_E: must be an integer tensor (num_experts={self.config.num_experts},), not {_kind(load_E)}")
         if load_E.is_floating_point() or load_E.is_complex() or load_E.dtype == torch.bool:
             raise TypeError(f"tokens_per_expert_E.dtype={load_E.dtype}: must be an integer dtype")
         if load_E.shape != self.bias.shape:
             raise ValueError(f"tokens_per_expert_E.shape={tuple(load_E.shape)}: must be (num_experts={self.config.num_experts},)")
+        if isinstance(rate, bool) or not isinstance(rate, numbers.Real | Tensor):
+            raise TypeError(f"rate={rate!r}: must be a number, not {_kind(rate)}")
         if not math.isfinite(rate):
             raise ValueError(f"rate={rate!r}: must be finite")
+        if load_E.is_meta != self.bias.is_meta:
+            raise ValueError(f"tokens_per_expert_E is on {load_E.device}: must hold values, as the bias on {self.bias.device} does")
+        if load_E.device.type == "cpu" and bool((load_E < 0).any()):  # elsewhere the host would wait for the device
+            raise ValueError(f"tokens_per_expert_E has values from {int(load_E.min())} on: must be counts, at least 0")
         load_E = load_E.to(device=self.bias.device, dtype=torch.int64)
         direction_E = (load_E.sum() - load_E * self.config.num_experts).sign()
         self.bias += direction_E.to(torch.float32) * rate
@@ -164,6 +181,10 @@ class Router(nn.Module):
         if before is not None and self.bias is not None and self.bias.dtype != before.dtype:
             self.bias = before.to(self.bias.device)
         return self
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
 
 
 # ---- operators ----
@@ -243,7 +264,7 @@ def _choose_gradient(ctx: Any, _: Any, d_weights: Tensor, d_scores: Tensor) -> A
     return _choose_backward(d_weights, d_scores, *ctx.saved_tensors, *ctx.rest), *(None for _ in range(7))
 
 
-_choose.register_autograd(_choose_gradient, setup_context=_choose_setup)
+_choose.register_autograd(final(_choose_gradient), setup_context=_choose_setup)
 
 
 @torch.library.custom_op("mok::balance_loss", mutates_args=())
@@ -278,7 +299,7 @@ def _balance_setup(ctx: Any, inputs: Any, output: Any) -> None:
 _balance_loss.register_fake(lambda scores, ids, tokens: scores.new_empty(()))
 _balance_loss_backward.register_fake(lambda d_loss, scores, ids, tokens: torch.empty_like(scores))
 _balance_loss.register_autograd(
-    lambda ctx, d_loss: (_balance_loss_backward(d_loss, *ctx.saved_tensors, ctx.tokens), None, None), setup_context=_balance_setup
+    final(lambda ctx, d_loss: (_balance_loss_backward(d_loss, *ctx.saved_tensors, ctx.tokens), None, None)), setup_context=_balance_setup
 )
 
 
@@ -296,7 +317,7 @@ def _row_sigmoid_backward(d_y: Tensor, y: Tensor) -> Tensor:
 row_sigmoid.register_fake(torch.empty_like)
 _row_sigmoid_backward.register_fake(lambda d_y, y: d_y.new_empty(d_y.shape))
 row_sigmoid.register_autograd(
-    lambda ctx, d_y: _row_sigmoid_backward(d_y, *ctx.saved_tensors),
+    final(lambda ctx, d_y: _row_sigmoid_backward(d_y, *ctx.saved_tensors)),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
 )
 
@@ -315,7 +336,7 @@ def _scale_rows_backward(d_out: Tensor, y_TH: Tensor, scale_T: Tensor) -> tuple[
 scale_rows.register_fake(lambda y, scale: y.new_empty(y.shape))
 _scale_rows_backward.register_fake(lambda d_out, y, scale: (y.new_empty(y.shape), scale.new_empty(scale.shape)))
 scale_rows.register_autograd(
-    lambda ctx, d_out: _scale_rows_backward(d_out, *ctx.saved_tensors),
+    final(lambda ctx, d_out: _scale_rows_backward(d_out, *ctx.saved_tensors)),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mok.config import TILE_M, Tuning
+from mok.executor import final
 from mok.kernels.launch import Workspace
 from mok.kernels.ops import KEPT, gpu_backward, gpu_forward, make_workspace, plan_of
 from mok.quantize import Precision
@@ -92,6 +93,7 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.set_materialize_grads(False)  # zeros the size of gate and up, for nobody
 
 
+@final
 def _backward(ctx, d_outs):  # type: ignore[no-untyped-def]
     saved = list(ctx.saved_tensors)
     tensors = [saved.pop(0) if present else None for present in ctx.present]
