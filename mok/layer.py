@@ -491,7 +491,8 @@ class MoE(nn.Module):
         experts = local_experts(config.num_experts, self.group.size, self.group.rank)
         mesh = self.group.mesh
         if mesh is None and isinstance(self.group.given, dist.ProcessGroup):
-            mesh = DeviceMesh.from_group(self.group.given, kind)
+            gpu = torch.cuda.is_available() and dist.get_backend(self.group.given) != "gloo"  # where a meta layer will go
+            mesh = DeviceMesh.from_group(self.group.given, ("cuda" if gpu else "cpu") if kind == "meta" else kind)
 
         def shard(rows: int, columns: int) -> nn.Parameter:
             local = torch.empty(len(experts), rows, columns, dtype=dtype, device=device)

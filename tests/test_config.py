@@ -70,6 +70,11 @@ def test_gpt_oss_says_that_it_is_not_there_yet(name):
         MoEConfig.preset(name)
 
 
+def test_preset_of_what_is_no_name():
+    with pytest.raises(TypeError, match="name=3: must be a str, not int"):
+        MoEConfig.preset(3)
+
+
 def test_unknown_preset_lists_the_names():
     with pytest.raises(ValueError) as error:
         MoEConfig.preset("deepseek-v9")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
+import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -16,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mok
 from mok import MoEConfig, Tuning
-from mok.fabric import host_fabric
+from mok.fabric import host_fabric, run_virtual, virtual_ranks
 
 CONFIG = MoEConfig(
     hidden_size=32, intermediate_size=16, num_experts=6, top_k=2, num_shared_experts=1, score="sigmoid", selection_bias=True,
@@ -36,6 +39,43 @@ def test_balance_loss_is_never_a_constant_in_disguise():
     (0 * out.sum() + loss).backward()
     assert layer.balance_loss is loss  # the recompute left it alone
     assert torch.equal(layer.router.weight.grad, want)
+
+
+def test_balance_loss_of_reentrant_checkpointing():
+    """Returned from the checkpointed function it has the gradients of a plain step, in any company."""
+    layer, x, other = mok.MoE(CONFIG), torch.randn(2, 30, 32, requires_grad=True), torch.randn(2, 20, 32, requires_grad=True)
+
+    def both(x):
+        return layer(x), layer.balance_loss
+
+    def gradients(*calls):
+        for tensor in (x, other, *layer.parameters()):
+            tensor.grad = None
+        terms = [(5 * out.square().sum() + scale * loss) for scale, (out, loss) in enumerate((call() for call in calls), 1)]
+        sum(terms).backward()
+        return {name: tensor.grad for name, tensor in [("x", x), ("other", other), *layer.named_parameters()] if tensor.grad is not None}
+
+    def reentrant(x):
+        return lambda: checkpoint(both, x, use_reentrant=True)
+
+    def recomputed(x):
+        return lambda: checkpoint(both, x, use_reentrant=False)
+
+    want = gradients(lambda: both(x))
+    assert_equal(gradients(recomputed(x)), want)  # before any forward under no_grad
+    assert_equal(gradients(reentrant(x)), want)
+    assert_equal(gradients(recomputed(x)), want)  # and after
+    _, loss = reentrant(x)()
+    assert layer.balance_loss is loss and loss.requires_grad
+    want = gradients(lambda: both(x), lambda: both(other))
+    for first, second in ((reentrant, recomputed), (recomputed, reentrant), (reentrant, reentrant)):
+        assert_equal(gradients(first(x), second(other)), want)
+    assert_equal(gradients(reentrant(x), lambda: both(other)), want)
+    assert_equal(gradients(lambda: both(x), reentrant(other)), want)
+    with torch.no_grad():
+        layer(x)
+        assert torch.equal(layer.balance_loss, loss)
+    assert layer.balance_loss is None
 
 
 def test_copies():
@@ -79,6 +119,88 @@ def test_meta_device_and_first_weights():
         assert_equal(mok.MoE(CONFIG, dtype=torch.float32).state_dict(), direct.state_dict())
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_a_meta_layer_takes_weights_and_counts():
+    direct, layer, x = mok.MoE(CONFIG), mok.MoE(CONFIG, device="meta"), torch.randn(9, 32)
+    layer.load_state_dict(direct.state_dict(), assign=True)
+    assert torch.equal(layer(x), direct(x)) and torch.equal(layer.tokens_per_expert, direct.tokens_per_expert)
+    layer.update_bias(1e-3)
+    direct.update_bias(1e-3)
+    assert_equal(layer.state_dict(), direct.state_dict())
+
+
+def weights_in_a_group(group):
+    """Warnings of two layers built with other seeds, then what a meta layer makes of a state dict, assigned and copied."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.manual_seed(torch.distributed.get_rank())
+        mok.MoE(CONFIG, group, tuning=QUICK)
+        mok.MoE(CONFIG, group, tuning=QUICK)
+        torch.manual_seed(0)
+        same = torch.distributed.new_group()
+        torch.manual_seed(0)
+        layer = mok.MoE(CONFIG, same, tuning=QUICK)
+    x, alike = torch.randn(9, 32), []
+    for assign in (True, False):
+        other = mok.MoE(CONFIG, same, tuning=QUICK, device="meta")
+        other = other if assign else other.to_empty(device="cpu")
+        other.load_state_dict(layer.state_dict(), assign=assign)
+        alike.append(torch.equal(other(x), layer(x)) and torch.equal(other.tokens_per_expert, layer.tokens_per_expert))
+    return [str(warning.message) for warning in seen if "mok.MoE" in str(warning.message)], alike
+
+
+def test_processes_with_other_seeds_are_warned_once_and_meta_layers_take_weights():
+    for messages, alike in run_processes(weights_in_a_group, 2):
+        assert len(messages) == 1 and "torch's generator stands elsewhere on ranks 1 of the group than on rank 0" in messages[0]
+        assert alike == [True, True]
+
+
+def weights_of(layers):
+    return [{name: p.detach().clone() for name, p in layer.named_parameters()} for layer in layers]
+
+
+def test_virtual_ranks_that_seed_in_their_threads_have_the_weights_of_one_rank():
+    small = MoEConfig(hidden_size=16, intermediate_size=8, num_experts=5, top_k=2, num_shared_experts=1)
+
+    def build(group):
+        torch.manual_seed(7)
+        first = [mok.MoE(small, group, tuning=QUICK) for _ in range(3)]
+        first[0](torch.randn(2, 16))  # all ranks are here
+        torch.manual_seed(8)
+        return weights_of([*first, mok.MoE(small, group, tuning=QUICK)])
+
+    want = build(None)
+    assert not torch.equal(want[0]["router.weight"], want[1]["router.weight"])
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(10):
+            parts = run_virtual(build, virtual_ranks(3))
+            for layers in zip(want, *parts, strict=True):
+                for name, weight in layers[0].items():
+                    shares = [layer[name] for layer in layers[1:]]
+                    for share in [torch.cat(shares)] if name.endswith(("EIH", "EHI")) else shares:
+                        assert torch.equal(share, weight), name
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_virtual_ranks_built_one_after_the_other_and_seeded_again():
+    ranks = virtual_ranks(2)
+    torch.manual_seed(3)
+    alone = weights_of([mok.MoE(CONFIG)])[0]
+    torch.manual_seed(3)
+    first = weights_of([mok.MoE(CONFIG, rank) for rank in ranks])  # seeded once for both
+    again = []
+    for rank in ranks:
+        torch.manual_seed(3)
+        again += weights_of([mok.MoE(CONFIG, rank)])
+    further = weights_of([mok.MoE(CONFIG, rank) for rank in ranks])  # not seeded
+    for name in ("router.weight", "shared.gate_SH"):
+        for layer in (*first, *again):
+            assert torch.equal(layer[name], alone[name])
+        assert torch.equal(further[0][name], further[1][name]) and not torch.equal(further[0][name], alone[name])
 
 
 def sharded_step(group):
@@ -211,6 +333,85 @@ def test_one_dimension_less_and_bad_arguments():
         mok.MoE(CONFIG, "world")
     with pytest.raises(ValueError, match="rate=nan: must be finite"):
         mok.MoE(CONFIG).update_bias(float("nan"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_router_in_fp32(dtype):
+    """Of weights that both dtypes hold: the same bits but for the router's own gradient, which is not rounded to the layer's dtype."""
+    layer = mok.MoE(CONFIG, dtype=dtype)
+    with torch.no_grad():
+        layer.router.weight.copy_(layer.router.weight.bfloat16().half())
+    other = copy.deepcopy(layer)
+    other.router.float()
+    assert other.router.weight.dtype == torch.float32
+    x, d_out, results = torch.randn(40, 32).to(dtype), torch.randn(40, 32).to(dtype), []
+    for each in (layer, other):
+        leaf = x.clone().requires_grad_()
+        out = each(leaf)
+        out.backward(d_out)
+        results.append({"out": out.detach(), "x": leaf.grad, **{name: p.grad for name, p in each.named_parameters()}})
+    narrow, wide = (result.pop("router.weight") for result in results)
+    assert_equal(*results)
+    assert wide.dtype == torch.float32 and torch.equal(wide.to(narrow.dtype), narrow.float().to(narrow.dtype))
+    assert dtype == torch.float64 or not torch.equal(wide, narrow.float())
+
+
+def test_dtypes_that_do_not_go_together():
+    for dtype in (torch.complex64, torch.float8_e4m3fn, torch.int32, "float32"):
+        with pytest.raises(TypeError, match=f"dtype={dtype!r}: must be one of torch.float64, torch.float32"):
+            mok.MoE(CONFIG, dtype=dtype)
+    layer, x = mok.MoE(CONFIG), torch.randn(4, 32)
+    for bad in (x.double(), x.half(), x.int(), x.to(torch.complex64)):
+        with pytest.raises(TypeError, match=rf"x has dtype {bad.dtype}: must be"):
+            layer(bad)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x.half()).dtype == torch.bfloat16
+        with pytest.raises(TypeError, match=r"x has dtype torch.float64: must be that of the experts, torch.float32 \(fp64 goes with"):
+            layer(x.double())
+    for change, name in (
+        (lambda layer: layer.shared.double(), "shared.gate_SH has dtype torch.float64: must be that of the experts, torch.float32"),
+        (lambda layer: layer.router.double(), "router.weight has dtype torch.float64: must be one of torch.float32, torch.bfloat16"),
+    ):
+        layer = mok.MoE(CONFIG)
+        change(layer)
+        with pytest.raises(TypeError, match=name):
+            layer(x)
+
+
+def given_choices(x):
+    gate = torch.ones(2, 4, 32)
+    return mok.moe(x, torch.zeros(len(x), 1, dtype=torch.int64), torch.ones(len(x), 1), gate, gate, gate.mT)
+
+
+def test_double_backward_and_transforms_say_that_they_are_not_supported():
+    layer, x = mok.MoE(dataclasses.replace(CONFIG, shared_gate=True)), torch.randn(6, 32, requires_grad=True)
+    twice = "mok: double backward is not supported"
+    for function, inputs in ((layer, [x, *layer.parameters()]), (given_choices, [x])):
+        for tensor in inputs:
+            (gradient,) = torch.autograd.grad(function(x).square().sum(), tensor, create_graph=True)
+            with pytest.raises(RuntimeError, match=twice):
+                gradient.square().sum().backward()
+        out = function(x)
+        with pytest.raises(RuntimeError, match="mok: is_grads_batched=True"):
+            torch.autograd.grad(out, x, torch.stack([out.detach()] * 2), is_grads_batched=True)
+        transforms = {
+            "vmap": lambda function=function: torch.func.vmap(function)(x[None]),
+            "grad": lambda function=function: torch.func.grad(lambda x: function(x).sum())(x),
+            "jvp": lambda function=function: torch.func.jvp(function, (x,), (x,)),
+        }
+        for transform in transforms.values():
+            with pytest.raises(RuntimeError, match=r"mok: torch\.func transforms .* are not supported"):
+                transform()
+    layer(x)
+    (gradient,) = torch.autograd.grad(layer.balance_loss, layer.router.weight, create_graph=True)
+    with pytest.raises(RuntimeError, match=twice):
+        gradient.sum().backward()
+    layer.zero_grad()
+    layer(x).sum().backward(create_graph=True)  # by itself it has the gradients of any other
+    want = [p.grad.detach().clone() for p in layer.parameters()]
+    layer.zero_grad()
+    layer(x).sum().backward()
+    assert all(torch.equal(p.grad, w) for p, w in zip(layer.parameters(), want, strict=True))
 
 
 @pytest.mark.parametrize("name", ["x", "ids", "weights", "gate_EIH", "up_EIH", "down_EHI", "shared"])

@@ -560,6 +560,23 @@ def test_update_bias_balances():
     assert first.max() > 2 * 128 and loads().max() < 1.1 * 128  # 128 is the mean
 
 
+def test_update_bias_names_what_is_no_count_and_no_rate():
+    router = Router(MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2, selection_bias=True))
+    loads = torch.tensor([8, 4, 0, 4])
+    for error, message, arguments in (
+        (TypeError, "tokens_per_expert_E: must be an integer tensor .*, not list", ([1, 2, 3, 4], 0.1)),
+        (ValueError, "tokens_per_expert_E has values from -1 on: must be counts", (torch.tensor([-1, 4, 4, 4]), 0.1)),
+        (ValueError, "tokens_per_expert_E is on meta: must hold values", (loads.to("meta"), 0.1)),
+        (TypeError, "rate='1': must be a number, not str", (loads, "1")),
+        (TypeError, "rate=True: must be a number, not bool", (loads, True)),
+    ):
+        with pytest.raises(error, match=message):
+            router.update_bias(*arguments)
+        assert router.bias.tolist() == [0.0] * 4
+    router.update_bias(loads, torch.tensor(0.5))
+    assert router.bias.tolist() == [-0.5, 0.0, 0.5, 0.0]
+
+
 def test_update_bias_refuses():
     router = make_router()
     with pytest.raises(ValueError, match="update_bias: needs a config with selection_bias=True"):
