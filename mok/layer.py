@@ -439,8 +439,8 @@ class MoE(nn.Module):
     their gradients are those of this rank's tokens and are reduced as any data-parallel parameter.
 
     All ranks of a group build the layer with the same seed: replicated parameters must be equal, and an expert's first weights depend on
-    the seed and its index, not on the number of ranks. The first layer of a group of processes warns if torch's generators differ. Virtual
-    ranks may call `torch.manual_seed` in their threads or before them: each draws from a generator of its own (`mok.seeds`).
+    the seed and its index, not on the number of ranks. On the CPU a group of processes warns at its first layer if torch's generators
+    differ. Virtual ranks may call `torch.manual_seed` in their threads or before them: each has a generator of its own (`mok.seeds`).
 
     Where a gate, up or down matrix of the experts, routed or shared, has an attribute `main_grad` (fp32, same shape), its gradient is
     added into that, unrounded, and `.grad` stays None. Those of the router and of the shared experts' output gate stand in `.grad`.

@@ -164,7 +164,8 @@ class Router(nn.Module):
             raise ValueError(f"rate={rate!r}: must be finite")
         if load_E.is_meta != self.bias.is_meta:
             raise ValueError(f"tokens_per_expert_E is on {load_E.device}: must hold values, as the bias on {self.bias.device} does")
-        if load_E.device.type == "cpu" and bool((load_E < 0).any()):  # elsewhere the host would wait for the device
+        look = load_E.device.type == "cpu" and not torch.compiler.is_compiling()  # on a GPU the host would wait for it
+        if look and bool((load_E < 0).any()):
             raise ValueError(f"tokens_per_expert_E has values from {int(load_E.min())} on: must be counts, at least 0")
         load_E = load_E.to(device=self.bias.device, dtype=torch.int64)
         direction_E = (load_E.sum() - load_E * self.config.num_experts).sign()
