@@ -55,10 +55,12 @@ class Prepared:
 
 
 def prepare(workspace: Any, rows: Any, x_TH: Tensor, experts: Experts, plan: Any, left_out: Sequence[str]) -> Prepared:
-    """left_out: some of dispatch, experts, combine. rows: this batch's DeviceSchedule."""
+    """left_out: some of dispatch, experts, combine. rows: this batch's DeviceSchedule. Rows are pulled, whatever the plan says: else there
+    is no dispatch to leave out."""
     from mok.kernels import launch
     from mok.kernels.tasks import DOWN, END, PULL
 
+    plan = dataclasses.replace(plan, gather=False)
     gate_LIH = experts[0]
     args: dict[str, Any] = launch.kernel_arguments(
         workspace, rows, x_TH, *experts, None, None, None, 0, False, plan, workspace.hidden, gate_LIH.shape[1]

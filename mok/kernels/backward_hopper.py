@@ -323,7 +323,7 @@ def old_values(to_ptr, i: gl.constexpr, row, column, columns):
 
 @gluon.jit
 def add_weight(total, to_ptr, row, column, columns, q, b_stages):
-    """Add a tile of a weight's gradient to an fp32 one of so many columns, in slices, whose old values are asked for two ahead. q: after
+    """Add a tile of a weight's gradient to an fp32 one of so many columns, in slices, whose old values are asked for one ahead. q: after
     its steps."""
     parts = slices(total, TILE, 2 * TILE, SLICE)
     buffer = reinterpret(b_stages.index((q - 1) & (STAGES - 1)), gl.float32, [TILE, SLICE], SUMS_IN_SHARED)

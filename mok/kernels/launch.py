@@ -286,15 +286,15 @@ MORE_THAN = 256  # columns: no product of fewer
 
 def runs_ahead(plan: ForwardPlan, device: torch.device, sizes: Sequence[int], mxfp8: bool) -> bool:
     """Whether a forward is the kernel whose loads run on over tasks: a plan that allows it, on Hopper, and every product long enough;
-    sizes: H, I, and S or 0."""
+    sizes: H, I and, if there are shared experts, S."""
     fits = all(getattr(plan, name) == value for name, value in OF_HOPPER.items()) and not mxfp8
-    return plan.prefetch and fits and min(size for size in sizes if size) > MORE_THAN and is_hopper(device)
+    return plan.prefetch and fits and min(sizes) > MORE_THAN and is_hopper(device)
 
 
 def run_kernel(args: dict[str, Any], plan: ForwardPlan, workspace: Workspace) -> None:
     """The forward kernel, in the form for this plan and device."""
     programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
-    if runs_ahead(plan, workspace.device, (args["H"], args["I"], args["S"]), args["MXFP8"]):
+    if runs_ahead(plan, workspace.device, (args["H"], args["I"], *[args["S"]] * bool(args["S"])), args["MXFP8"]):
         from mok.kernels import forward_hopper
 
         forward_hopper.launch(args, programs)
@@ -351,7 +351,8 @@ def kernel_arguments(
     programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
     shared_width = shared[0].shape[0] if shared else 0
     bf16 = torch.bfloat16
-    gathers = plan.gather and memory.size == 1 and runs_ahead(plan, workspace.device, (hidden, width, shared_width), mxfp8)
+    sizes = (hidden, width, *[shared_width] * bool(shared))
+    gathers = plan.gather and memory.size == 1 and runs_ahead(plan, workspace.device, sizes, mxfp8)
     parts = 0 if gathers else plan.parts
     x_ring = x_TH if gathers else workspace.take("x_ring", (ring * m, hidden), bf16)
     h_ring = workspace.take("h_ring", (ring * m, width), bf16)
