@@ -26,7 +26,7 @@ from mok.kernels import launch, launch_backward, memory
 from mok.kernels.backward import backward_kernel
 from mok.kernels.combine import combine
 from mok.kernels.forward import forward_kernel
-from mok.kernels.signals import tell_host
+from mok.kernels.signals import tell_host, wait_for_report
 
 FORWARD = dataclasses.replace(PLAN, trace=True)
 
@@ -140,11 +140,12 @@ def case_overlap():
 
 @triton.jit
 def tell_kernel(control_ptr):
+    wait_for_report(control_ptr)
     tell_host(control_ptr)
 
 
 def case_a_report_that_is_being_written():
-    """Whoever looks for a report while another one still writes it waits, and tells the host all of it."""
+    """A barrier that sees the abort flag while a report is still being written waits, and tells the host all of it."""
     (view,) = memory.virtual_memory(memory.regions(4, 16, 2, 1, 1), 1, CPU)
     control, number = view.own["control"], torch.arange(memory.RECORD_WORDS, dtype=torch.int32) + 10
     control[memory.REPORT] = 1

@@ -39,7 +39,7 @@ def _of_minibatch(figure: Any, rows: Sequence[Row]) -> None:
         of = [row for row in rows if row["shape"] == name]
         (line,) = axes.plot([row["minibatch"] for row in of], [row["ms"] for row in of], marker=".", label=name)
         for mark, shape in (("two_waves", "o"), ("heuristic", "s"), ("knee", "x")):
-            marked = [row for row in of if row[mark]]
+            marked = [row for row in of if row.get(mark)]
             axes.plot([row["minibatch"] for row in marked], [row["ms"] for row in marked], shape, ms=11, mfc="none", color=line.get_color())
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)

@@ -326,7 +326,7 @@ def comm_table(rows: Sequence[Row]) -> list[Row]:
 
 
 def _plain(*names: str) -> Callable[[Sequence[Row]], list[Row]]:
-    return lambda rows: [{name: row[name] for name in names} for row in rows]
+    return lambda rows: [{name: row.get(name, "") for name in names} for row in rows]  # an older file may lack some
 
 
 TABLES: dict[str, Callable[[Sequence[Row]], list[Row]]] = {

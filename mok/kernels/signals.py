@@ -93,13 +93,8 @@ def report(control_ptrs, rank, task, what, expected, found, R: tl.constexpr):
 
 @triton.jit
 def tell_host(control):
-    """Copy this rank's records, if there is a report, to host memory, values first; the host looks there without synchronizing."""
-    state = tl.atomic_add(control + REPORT, 0, sem="acquire", scope="sys")
-    polls = state * 0
-    while (state == 1) & (polls < FILLING):  # one is being written, while another one, that came too late, has raised the abort flag
-        state = tl.atomic_add(control + REPORT, 0, sem="acquire", scope="sys")
-        polls += 1
-    if state == 2:
+    """Copy this rank's records, if complete, to host memory, values first; the host looks there without synchronizing."""
+    if tl.atomic_add(control + REPORT, 0, sem="acquire", scope="sys") == 2:
         host = tl.load((control + HOST).to(tl.pointer_type(tl.int64))).to(tl.pointer_type(tl.int32))
         own = tl.atomic_add(control + OWN, 0, sem="acquire", scope="sys")
         if own == 2:
@@ -110,6 +105,14 @@ def tell_host(control):
             tl.store(host + word, tl.load(control + REPORT + word))
         tl.debug_barrier()
         tl.atomic_xchg(host, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def wait_for_report(control):
+    """Who came too late to write a report may have raised the abort flag while the first one is still writing it."""
+    polls = 0
+    while (tl.atomic_add(control + REPORT, 0, sem="acquire", scope="sys") == 1) & (polls < FILLING):
+        polls += 1
 
 
 @triton.jit
@@ -162,6 +165,7 @@ def meet(control_ptrs, rank, limit, R: tl.constexpr, LANES: tl.constexpr):
         if aborted == 0:
             report(control_ptrs, rank, missing, BARRIER, epoch, found, R)
     if tl.atomic_add(own + ABORT, 0, sem="acquire", scope="sys") > 0:  # a peer's failure is this rank's, even if it lacked nothing
+        wait_for_report(own)
         tell_host(own)
     tl.debug_barrier()
     tl.store(own + EPOCH, epoch)
