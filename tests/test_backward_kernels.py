@@ -51,7 +51,7 @@ def test_compiles_for_the_chip(compiled, job):
     assert backward["copy_engine"] > 0, "no bulk tensor loads"
     assert backward["announced"] > 0
     # Only tiles of a weight's gradient, which nobody reads in this kernel, go by the copy engine: nobody waits until they are in memory.
-    stores, of_shared = STORES.get(job, 0 if "added" in job else 1), ["shared_"] * ("everything" in job and "mxfp8" not in job)
+    stores, of_shared = STORES.get(job, 0 if "added" in job else 1), ["shared_"] * ("everything" in job)
     stored = sorted(f"{of}d_{which}_weight_desc" for of in ("", *of_shared) for which in ("gate", "up", "down")) if stores else []
     assert backward["copy_engine_stores"] == stores and backward["stored"] == stored, backward
     assert backward["unfinished"] == 0, "announced before it is in memory"
