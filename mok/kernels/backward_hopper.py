@@ -311,6 +311,18 @@ def finish_weight(total, out_desc, row, column, q, staging, b_stages):
 
 
 @gluon.jit
+def output_of(part, outs):
+    """Where part 0 (gate), 1 (up) or 2 (down) of the weights' gradients goes."""
+    gate_out, up_out, down_out = outs
+    out = gate_out
+    if part == 1:
+        out = up_out
+    elif part == 2:
+        out = down_out
+    return out
+
+
+@gluon.jit
 def old_values(to_ptr, i: gl.constexpr, row, column, columns):
     """Addresses of the i-th slice of a tile of an fp32 gradient, which of its columns are real, and what is there."""
     at = column + i * SLICE + gl.arange(0, SLICE, gl.SliceLayout(0, SPREAD))
@@ -327,15 +339,14 @@ def add_weight(total, to_ptr, row, column, columns, q, b_stages):
     its steps."""
     parts = slices(total, TILE, 2 * TILE, SLICE)
     buffer = reinterpret(b_stages.index((q - 1) & (STAGES - 1)), gl.float32, [TILE, SLICE], SUMS_IN_SHARED)
-    old = (old_values(to_ptr, 0, row, column, columns),)
+    old = old_values(to_ptr, 0, row, column, columns)
     for i in gl.static_range(2 * TILE // SLICE):
         thread_barrier()  # every warp has waited for the last product, and read the slice before
         buffer.store(parts[i])
         thread_barrier()
-        place, real, value = old[0]
-        old = old[1:]
+        place, real, value = old
         if i + 1 < 2 * TILE // SLICE:
-            old = old + (old_values(to_ptr, i + 1, row, column, columns),)
+            old = old_values(to_ptr, i + 1, row, column, columns)
         gl.store(place, value + buffer.load(SPREAD), mask=real)
     fence_async_shared()  # the next loads go where sums lay
 
@@ -610,22 +621,12 @@ def product_task(
     if TRACE:
         note(trace_ptr, ticket, COMPUTED)
     if FORM == WEIGHT:
-        gate_out, up_out, down_out = outs
-        out = gate_out
+        out = output_of(part, outs)
         width = part * 0 + I
-        if part == 1:
-            out = up_out
-        elif part == 2:
-            out = down_out
         if S > 0:
             if kind == SHARED_D_WEIGHT:
+                out = output_of(part, shared_outs)
                 width = part * 0 + S
-                shared_gate_out, shared_up_out, shared_down_out = shared_outs
-                out = shared_gate_out
-                if part == 1:
-                    out = shared_up_out
-                elif part == 2:
-                    out = shared_down_out
         to_row = expert * gl.where(part == 2, H, width) + own[5]
         if not ACCUMULATE:
             finish_weight(total, out, to_row, own[7], q + steps, staging, b_stages)
@@ -769,12 +770,7 @@ def cut_task(
         place = carry_ptr + part.to(gl.int64) * (I * H) + (r.to(gl.int64) * columns)[:, None] + c[None, :]
         gl.store(place, total, mask=(r < rows)[:, None] & (c < columns)[None, :])
     else:
-        gate_out, up_out, down_out = outs
-        out = gate_out
-        if part == 1:
-            out = up_out
-        elif part == 2:
-            out = down_out
+        out = output_of(part, outs)
         if ACCUMULATE:
             add_weight(total, out, expert * rows + to_row, column, columns, q + steps, b_stages)
         else:

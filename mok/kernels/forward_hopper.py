@@ -120,13 +120,21 @@ def gathered(x_ptr, sources, H: gl.constexpr, K: gl.constexpr):
 
 
 @gluon.jit
+def copy_rows_in(desc, row, i, barrier, a, MORE: gl.constexpr, ROWS: gl.constexpr):
+    """Begin the load of ROWS rows of step i by the copy engine; the barrier expects these bytes and MORE."""
+    mbarrier.expect(barrier, 2 * ROWS * STEP + MORE)
+    copy_in(desc, [row, i * STEP], barrier, a.slice(0, TILE // 2))
+    if ROWS == TILE:
+        copy_in(desc, [row + TILE // 2, i * STEP], barrier, a.slice(TILE // 2, TILE // 2))
+
+
+@gluon.jit
 def begin_load(
     a_desc, b_desc, a_row, b_row, x, gathers, i, q, a_stages, b_stages, barriers, H: gl.constexpr, GATHER: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
     """Begin the load of a task's step i, of its tile's first ROWS rows, into the stage of step q. GATHER: that of A, if it gathers, by the
     threads, each of whose steps is a group of such copies, an empty one if it does not."""
-    A_BYTES: gl.constexpr = 2 * ROWS * STEP
     B_BYTES: gl.constexpr = 4 * TILE * STEP
     stage = q & (STAGES - 1)
     barrier = barriers.index(stage)
@@ -139,16 +147,10 @@ def begin_load(
             gather_in(a, rows[:, None] + columns[None, :], mask=mask)
             mbarrier.expect(barrier, B_BYTES)
         else:
-            mbarrier.expect(barrier, A_BYTES + B_BYTES)
-            copy_in(a_desc, [a_row, i * STEP], barrier, a.slice(0, TILE // 2))
-            if ROWS == TILE:
-                copy_in(a_desc, [a_row + TILE // 2, i * STEP], barrier, a.slice(TILE // 2, TILE // 2))
+            copy_rows_in(a_desc, a_row, i, barrier, a, B_BYTES, ROWS)
         async_copy.commit_group()
     else:
-        mbarrier.expect(barrier, A_BYTES + B_BYTES)
-        copy_in(a_desc, [a_row, i * STEP], barrier, a.slice(0, TILE // 2))
-        if ROWS == TILE:
-            copy_in(a_desc, [a_row + TILE // 2, i * STEP], barrier, a.slice(TILE // 2, TILE // 2))
+        copy_rows_in(a_desc, a_row, i, barrier, a, B_BYTES, ROWS)
     copy_in(b_desc, [0, b_row, i * STEP], barrier, b_stages.index(stage))
 
 
