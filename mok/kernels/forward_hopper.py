@@ -73,10 +73,10 @@ def of_lane_0(values):
 
 @gluon.jit
 def operands(
-    kind, tile, part, expert, ring, x_desc, h_desc, gate_up_desc, down_desc,
-    half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, H: gl.constexpr, I: gl.constexpr, S: gl.constexpr,
+    kind, tile, part, expert, ring, operand_descs, shared_operand_descs, H: gl.constexpr, I: gl.constexpr, S: gl.constexpr
 ):  # fmt: skip
     """-> (descriptor of rows, of pairs, first row, first row of the pair, steps) of an up or down task."""
+    x_desc, h_desc, gate_up_desc, down_desc = operand_descs
     a_desc = h_desc
     b_desc = down_desc
     a_row = (tile % ring) * TILE
@@ -89,6 +89,7 @@ def operands(
         b_row = expert * I + part * TILE
         steps = (H + STEP - 1) // STEP
     if S > 0:
+        half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc = shared_operand_descs
         if kind == SHARED_UP:
             a_desc = half_shared_x_desc
             b_desc = shared_gate_up_desc
@@ -105,18 +106,11 @@ def operands(
 
 
 @gluon.jit
-def find_sources(peer_rank_ptr, peer_token_idx_ptr, tile, needed):
-    """The ranks and the slots of a tile's rows, -1 for padding, if needed; for `gathered`."""
+def find_rows(peer_rank_ptr, peer_token_idx_ptr, tile, needed, K: gl.constexpr):
+    """The rows of x of which a tile is gathered, -1 for padding, if needed."""
     rows = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, GATHERED))
     source = gl.load(peer_rank_ptr + rows, mask=(rows >= 0) & needed, other=-1)
-    return source, gl.load(peer_token_idx_ptr + rows, mask=source >= 0, other=0)
-
-
-@gluon.jit
-def gathered(x_ptr, sources, H: gl.constexpr, K: gl.constexpr):
-    """Where this rank's rows of x begin from which a tile is gathered, and which of its rows are real."""
-    source, slot = sources
-    return x_ptr + (slot // K).to(gl.int64) * H, source >= 0
+    return gl.where(source >= 0, gl.load(peer_token_idx_ptr + rows, mask=source >= 0, other=0) // K, -1)
 
 
 @gluon.jit
@@ -130,21 +124,22 @@ def copy_rows_in(desc, row, i, barrier, a, MORE: gl.constexpr, ROWS: gl.constexp
 
 @gluon.jit
 def begin_load(
-    a_desc, b_desc, a_row, b_row, x, gathers, i, q, a_stages, b_stages, barriers, H: gl.constexpr, GATHER: gl.constexpr,
+    a_desc, b_desc, a_row, b_row, x_ptr, rows, gathers, i, q, a_stages, b_stages, barriers, H: gl.constexpr, GATHER: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Begin the load of a task's step i, of its tile's first ROWS rows, into the stage of step q. GATHER: that of A, if it gathers, by the
-    threads, each of whose steps is a group of such copies, an empty one if it does not."""
+    """Begin the load of a task's step i, of its tile's first ROWS rows, into the stage of step q. GATHER: that of A, if the task gathers,
+    by the threads, each of whose steps is a group of such copies, an empty one if it does not."""
     B_BYTES: gl.constexpr = 4 * TILE * STEP
     stage = q & (STAGES - 1)
     barrier = barriers.index(stage)
     a = a_stages.index(stage)
     if GATHER:
         if gathers:
-            rows, real = x
             columns = i * STEP + gl.arange(0, STEP, gl.SliceLayout(0, GATHERED))
-            mask = real[:, None] & (columns < H)[None, :]
-            gather_in(a, rows[:, None] + columns[None, :], mask=mask)
+            mask = (rows >= 0)[:, None]
+            if H % STEP != 0:
+                mask = mask & (columns < H)[None, :]
+            gather_in(a, (x_ptr + rows.to(gl.int64) * H)[:, None] + columns[None, :], mask=mask)
             mbarrier.expect(barrier, B_BYTES)
         else:
             copy_rows_in(a_desc, a_row, i, barrier, a, B_BYTES, ROWS)
@@ -156,8 +151,9 @@ def begin_load(
 
 @gluon.jit
 def gathers_are_in(GROUPS: gl.constexpr):
-    """All but so many groups of this thread's copies are in shared memory, where products will read them behind the next barrier."""
+    """All but so many groups of every thread's copies are in shared memory, for the products that follow. A barrier of the threads."""
     async_copy.wait_group(GROUPS)
+    thread_barrier()
     fence_async_shared()
 
 
@@ -174,7 +170,8 @@ def multiply_step(total, q, a_stages, b_stages, barriers, GATHER: gl.constexpr, 
     total = warpgroup_mma_wait(1, deps=[total])
     if GATHER:
         gathers_are_in(AHEAD - 2)
-    thread_barrier()
+    else:
+        thread_barrier()
     return total
 
 
@@ -217,10 +214,11 @@ def store_tile(value, desc, row, column, staging, ROWS: gl.constexpr):
 
 @gluon.jit
 def store_hidden(
-    total, gate_first, h_desc, gate_desc, up_desc, ring_row, row, column, saved_rows, limit, staging,
+    total, gate_first, stores, ring_row, row, column, saved_rows, limit, staging,
     CLAMP: gl.constexpr, SAVE: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """`experts.store_hidden`: h, and gate and up of the first saved_rows rows. h's store is not finished."""
+    h_desc, gate_desc, up_desc = stores
     first, second = halves(total, staging, ROWS)
     gate, up = in_order(first, second, gate_first)
     if SAVE:
@@ -357,41 +355,42 @@ def answer(
 
 @gluon.jit
 def expert_task(
-    kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks, x_ptr,
-    x_desc, h_desc, gate_up_desc, down_desc, store_h_desc, save_gate_desc, save_up_desc,
-    half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc,
-    store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc,
-    a_stages, b_stages, staging, barriers, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
-    x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
-    ring, max_tiles, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
+    kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, descs, stores, places, pointers, signals, numbers,
     H: gl.constexpr, I: gl.constexpr, S: gl.constexpr, K: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, SHARED_CLAMP: gl.constexpr,
-    SAVE: gl.constexpr, PARTS: gl.constexpr, UPS: gl.constexpr, DOWNS: gl.constexpr, SHARED_UPS: gl.constexpr, ROWS: gl.constexpr,
-    TRACE: gl.constexpr,
+    SAVE: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, GATHER: gl.constexpr, TRACE: gl.constexpr,
 ):  # fmt: skip
-    """An up or down task over the first ROWS rows of a tile, its first step at q. unannounced: from h_ready on, what the task before it has
-    left to be announced, or -1. -> (the next task, whether its first loads are under way, what is left to be announced, steps)."""
+    """An up or down task over the first ROWS rows of a tile, its first step at q; up tasks that gather, and none else, with GATHER.
+    unannounced: from h_ready on, what the task before it has left to be announced, or -1. -> (the next task, whether its first loads are
+    under way, what is left to be announced, steps)."""
+    operand_descs, shared_operand_descs, shared_stores = descs
+    a_stages, b_stages, staging, barriers = places
+    tasks_ptr, x_ptr, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr, trace_ptr = pointers
+    x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr = signals
+    num_tasks, ring, max_tiles, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit = numbers
+    UPS: gl.constexpr = (I + TILE - 1) // TILE
+    DOWNS: gl.constexpr = (H + 2 * TILE - 1) // (2 * TILE)
+    SHARED_UPS: gl.constexpr = (S + TILE - 1) // TILE
     SUMS: gl.constexpr = WHOLE_SUMS if ROWS == TILE else HALF_SUMS
-    row = tile * TILE
-    SHARED: gl.constexpr = (S > 0) & (ROWS == TILE)  # of a shared expert every tile is whole
-    a_desc, b_desc, a_row, b_row, steps = operands(
-        kind, tile, part, expert, ring, x_desc, h_desc, gate_up_desc, down_desc,
-        half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, H, I, S if SHARED else 0,
-    )  # fmt: skip
-    GATHER: gl.constexpr = PARTS == 0
-    gathers = kind == UP
-    x = 0
+    GATHER_NEXT: gl.constexpr = PARTS == 0
+    SHARED: gl.constexpr = (S > 0) & (ROWS == TILE) & (not GATHER)  # of a shared expert every tile is whole
     if GATHER:
-        x = gathered(x_ptr, find_sources(peer_rank_ptr, peer_token_idx_ptr, tile, gathers), H, K)
+        kind = UP
+    row = tile * TILE
+    a_desc, b_desc, a_row, b_row, steps = operands(
+        kind, tile, part, expert, ring, operand_descs, shared_operand_descs, H, I, S if SHARED else 0
+    )  # fmt: skip
+    rows = 0
+    if GATHER:
+        rows = find_rows(peer_rank_ptr, peer_token_idx_ptr, tile, True, K)
     if loaded == 0:
         for i in gl.static_range(AHEAD):
-            begin_load(a_desc, b_desc, a_row, b_row, x, gathers, i, q + i, a_stages, b_stages, barriers, H, GATHER, ROWS)
+            begin_load(a_desc, b_desc, a_row, b_row, x_ptr, rows, True, i, q + i, a_stages, b_stages, barriers, H, GATHER, ROWS)
         if GATHER:
             gathers_are_in(AHEAD - 1)
-            thread_barrier()
     total = gl.zeros([ROWS, 2 * TILE], gl.float32, SUMS)
     for i in gl.static_range(EARLY):
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, GATHER, ROWS, i == 0)
-        begin_load(a_desc, b_desc, a_row, b_row, x, gathers, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, H, GATHER, ROWS)
+        begin_load(a_desc, b_desc, a_row, b_row, x_ptr, rows, True, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, H, GATHER, ROWS)
     finish_copy_engine_stores(tile)
     if unannounced >= 0:
         announce(h_ready_ptr + unannounced)
@@ -401,50 +400,48 @@ def expert_task(
     # The next task is looked up in three moves, each of which has a few steps' time until the following one looks at what it fetched.
     for i in range(EARLY, look):
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, GATHER, ROWS)
-        begin_load(a_desc, b_desc, a_row, b_row, x, gathers, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, H, GATHER, ROWS)
+        begin_load(a_desc, b_desc, a_row, b_row, x_ptr, rows, True, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, H, GATHER, ROWS)
     following = find(tasks_ptr, taken, num_tasks, lanes)
     for i in range(look, turn):
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, GATHER, ROWS)
-        begin_load(a_desc, b_desc, a_row, b_row, x, gathers, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, H, GATHER, ROWS)
+        begin_load(a_desc, b_desc, a_row, b_row, x_ptr, rows, True, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, H, GATHER, ROWS)
     task = of_lane_0(following)
     next_kind, next_tile, next_part, next_expert, next_half = unpack(task)
     found, found_free = ask(
         next_kind, next_tile, ring, x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, lanes, PARTS, UPS, DOWNS, SHARED_UPS
     )
     next_gathers = next_kind == UP
-    if GATHER:
-        next_sources = find_sources(peer_rank_ptr, peer_token_idx_ptr, next_tile, next_gathers)
+    next_rows = 0
+    if GATHER_NEXT:
+        next_rows = find_rows(peer_rank_ptr, peer_token_idx_ptr, next_tile, next_gathers, K)
     for i in range(turn, last):
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, GATHER, ROWS)
-        begin_load(a_desc, b_desc, a_row, b_row, x, gathers, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, H, GATHER, ROWS)
+        begin_load(a_desc, b_desc, a_row, b_row, x_ptr, rows, True, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, H, GATHER, ROWS)
     load_next = answer(found, found_free, next_kind, next_tile, ring, h_ready_ptr, PARTS, UPS, DOWNS, SHARED_UPS)
     order_copy_engine(next_tile)
     next_a_desc, next_b_desc, next_a_row, next_b_row, _ = operands(
-        next_kind, next_tile, next_part, next_expert, ring, x_desc, h_desc, gate_up_desc, down_desc,
-        half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc, H, I, S,
-    )  # fmt: skip
-    next_x = 0
-    if GATHER:
-        next_x = gathered(x_ptr, next_sources, H, K)
-    slots, source = find_slots(peer_rank_ptr, peer_token_idx_ptr, combine_ptr, combine_ptrs, row, kind == DOWN, H, R, ROWS)
+        next_kind, next_tile, next_part, next_expert, ring, operand_descs, shared_operand_descs, H, I, S
+    )
+    if not GATHER:
+        slots, source = find_slots(peer_rank_ptr, peer_token_idx_ptr, combine_ptr, combine_ptrs, row, kind == DOWN, H, R, ROWS)
     if SHARED:
         if kind == SHARED_DOWN:
             slots, source = find_outputs(shared_out_ptr, row, tokens, H, ROWS)
     for i in range(last, steps):
-        total = multiply_step(total, q + i, a_stages, b_stages, barriers, GATHER, ROWS)
+        total = multiply_step(total, q + i, a_stages, b_stages, barriers, GATHER_NEXT, ROWS)
         if load_next:
             to = q + i + AHEAD
             if next_half == 0:
                 begin_load(
-                    next_a_desc, next_b_desc, next_a_row, next_b_row, next_x, next_gathers, i - last, to, a_stages, b_stages, barriers,
-                    H, GATHER, TILE,
+                    next_a_desc, next_b_desc, next_a_row, next_b_row, x_ptr, next_rows, next_gathers, i - last, to, a_stages, b_stages,
+                    barriers, H, GATHER_NEXT, TILE,
                 )  # fmt: skip
             else:
                 begin_load(
-                    next_a_desc, next_b_desc, next_a_row, next_b_row, next_x, next_gathers, i - last, to, a_stages, b_stages, barriers,
-                    H, GATHER, TILE // 2,
+                    next_a_desc, next_b_desc, next_a_row, next_b_row, x_ptr, next_rows, next_gathers, i - last, to, a_stages, b_stages,
+                    barriers, H, GATHER_NEXT, TILE // 2,
                 )  # fmt: skip
-        elif GATHER:
+        elif GATHER_NEXT:
             async_copy.commit_group()  # so that the last steps, too, are followed by two groups
     total = warpgroup_mma_wait(0, deps=[total])
     if TRACE:
@@ -453,19 +450,15 @@ def expert_task(
     if SHARED:
         if kind == SHARED_UP:
             store_hidden(
-                total, shared_gate_first, store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc, row, row, part * TILE, tokens,
-                shared_limit, staging, SHARED_CLAMP, SAVE, ROWS,
-            )  # fmt: skip
+                total, shared_gate_first, shared_stores, row, row, part * TILE, tokens, shared_limit, staging, SHARED_CLAMP, SAVE, ROWS
+            )
             if load_next:
                 unannounced = tile + 2 * max_tiles
             else:
                 finish_copy_engine_stores(tile)
                 announce(shared_h_ready_ptr + tile)
-    if kind == UP:
-        store_hidden(
-            total, gate_first, store_h_desc, save_gate_desc, save_up_desc, a_row, row, part * TILE, saved_rows, limit, staging,
-            CLAMP, SAVE, ROWS,
-        )  # fmt: skip
+    if GATHER or (not GATHER_NEXT and kind == UP):
+        store_hidden(total, gate_first, stores, a_row, row, part * TILE, saved_rows, limit, staging, CLAMP, SAVE, ROWS)
         if load_next:
             unannounced = tile
         else:
@@ -513,12 +506,22 @@ def forward_hopper_kernel(
         mbarrier.init(barriers.index(stage), count=1)
     fence_async_shared()
     thread_barrier()
+    operand_descs = (half_x_desc, half_h_desc, gate_up_desc, down_desc)
+    shared_operand_descs = (half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc)
+    shared_stores = (store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc)
+    descs = (operand_descs, shared_operand_descs, shared_stores)
+    stores = (store_h_desc, save_gate_desc, save_up_desc)
+    half_stores = (store_half_h_desc, save_half_gate_desc, save_half_up_desc)
+    places = (a_stages, b_stages, staging, barriers)
     lanes = gl.arange(0, THREADS, LANES)
     ones = gl.full([THREADS], 1, gl.int32, LANES)
     num_tasks = gl.load(tasks_ptr).to(gl.int32)
     taken = gl.atomic_add(signals_ptr + lanes, ones, mask=lanes == 0, sem="relaxed", scope="gpu")
     task = of_lane_0(find(tasks_ptr, taken, num_tasks, lanes))
     ticket = of_lane_0(taken) if TRACE else 0
+    pointers = (tasks_ptr, x_ptr, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr, trace_ptr)
+    signals = (x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr)
+    numbers = (num_tasks, ring, max_tiles, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit)
     if TRACE:
         note_begin(trace_ptr)
     q = num_tasks * 0  # steps begun by this program
@@ -553,27 +556,27 @@ def forward_hopper_kernel(
                     announce(x_ready_ptr + tile)
                     task = of_lane_0(following)
             elif half != 0:
-                task, loaded, unannounced, steps = expert_task(
-                    kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks, x_ptr,
-                    half_x_desc, half_h_desc, gate_up_desc, down_desc, store_half_h_desc, save_half_gate_desc, save_half_up_desc,
-                    half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc,
-                    store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc,
-                    a_stages, b_stages, staging, barriers, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
-                    x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
-                    ring, max_tiles, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
-                    H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, UPS, DOWNS, SHARED_UPS, TILE // 2, TRACE,
-                )  # fmt: skip
+                if PARTS == 0 and kind == UP:
+                    task, loaded, unannounced, steps = expert_task(
+                        kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, descs, half_stores, places, pointers, signals,
+                        numbers, H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, TILE // 2, True, TRACE,
+                    )  # fmt: skip
+                else:
+                    task, loaded, unannounced, steps = expert_task(
+                        kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, descs, half_stores, places, pointers, signals,
+                        numbers, H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, TILE // 2, False, TRACE,
+                    )  # fmt: skip
             else:
-                task, loaded, unannounced, steps = expert_task(
-                    kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, tasks_ptr, num_tasks, x_ptr,
-                    half_x_desc, half_h_desc, gate_up_desc, down_desc, store_h_desc, save_gate_desc, save_up_desc,
-                    half_shared_x_desc, half_shared_h_desc, shared_gate_up_desc, shared_down_desc,
-                    store_shared_h_desc, save_shared_gate_desc, save_shared_up_desc,
-                    a_stages, b_stages, staging, barriers, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr,
-                    x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr, trace_ptr,
-                    ring, max_tiles, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit,
-                    H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, UPS, DOWNS, SHARED_UPS, TILE, TRACE,
-                )  # fmt: skip
+                if PARTS == 0 and kind == UP:
+                    task, loaded, unannounced, steps = expert_task(
+                        kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, descs, stores, places, pointers, signals,
+                        numbers, H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, TILE, True, TRACE,
+                    )  # fmt: skip
+                else:
+                    task, loaded, unannounced, steps = expert_task(
+                        kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, descs, stores, places, pointers, signals,
+                        numbers, H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, TILE, False, TRACE,
+                    )  # fmt: skip
         q += steps
         if TRACE:
             note(trace_ptr, ticket, DONE)

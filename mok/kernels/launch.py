@@ -44,7 +44,7 @@ class ForwardPlan:
         again, or half as large, to begin and end with experts.
     parts: pull tasks per tile.
     half_tiles: multiply only the first half of a tile whose other half is padding.
-    gather: one rank's up tasks read the rows of x where they are, and nothing is pulled, in the kernel that has `prefetch`.
+    gather: one rank's up tasks read the rows of x where they are, and nothing is pulled, in the kernel of `runs_ahead`.
     prefetch: begin a task's loads while the one before it ends, where there is a kernel that does (`runs_ahead`): in bf16, on Hopper.
     trace: write timestamps of every task.
     """
@@ -61,7 +61,7 @@ class ForwardPlan:
     num_stages: int = 4
     programs_per_sm: int = 1
     half_tiles: bool = True
-    gather: bool = False
+    gather: bool = True
     prefetch: bool = True
     trace: bool = False
 
