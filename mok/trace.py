@@ -283,10 +283,13 @@ def shares(line: Timeline) -> dict[str, float]:
     dispatch 40, waiting for x_ready 40, up 60, tail 60.
     """
     total: dict[str, float] = collections.defaultdict(float)
+    pulls = "pull" in line.kind  # else up tasks gather their rows, and wait for nothing but a place of what they make
     begin, ready, computed, done = line.moments()
     columns = zip(line.kind, (ready - begin).tolist(), (computed - ready).tolist(), (done - computed).tolist(), strict=True)
     for name, waited, worked, after in columns:
         kind = KINDS[line.direction][name]
+        if name == "up" and not pulls:
+            kind = kind._replace(waits_for="a free place of h")
         total[kind.waits_for if kind.waits_for == "between tasks" else f"waiting for {kind.waits_for}"] += waited
         total[kind.work] += worked
         total[kind.after] += after

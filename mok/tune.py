@@ -56,7 +56,7 @@ BACKWARD_TILE = 256
 LEAST_TILES, MOST_TILES = 16, 32  # of the heuristic's minibatch
 DIRECTIONS = ("forward", "backward")
 FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "forward": {"minibatch_tiles": (8, 12, 16, 20, 24, 32), "parts": (2, 4, 8), "half_tiles": (True, False)},
+    "forward": {"minibatch_tiles": (8, 12, 16, 20, 24, 32, 48), "parts": (2, 4, 8), "half_tiles": (True, False)},
     "backward": {"group_tiles": (0, "two waves", "eight waves"), "run": (0, 1, 2, 4), "parts": (2, 4, 8)},
 }
 DEFAULTS: dict[str, Changes] = {
@@ -238,18 +238,29 @@ def _loads_run_on(key: Key) -> bool:
     return runs_ahead(BackwardPlan(), torch.device("cuda"), (key.H, key.I), False)
 
 
+def _gathers(key: Key) -> bool:
+    """Whether this machine's forward is the one that pulls nothing."""
+    if key.ep > 1 or key.precision != "bf16" or not torch.cuda.is_available():
+        return False
+    from mok.kernels.launch import ForwardPlan, runs_ahead
+
+    return runs_ahead(ForwardPlan(), torch.device("cuda"), (key.H, key.I), False)
+
+
 def waves(name: str, key: Key, num_sms: int) -> int:
     """Tiles of a group of so many waves of tasks in the backward's shortest phase."""
     per_tile = min(-(-key.I // BACKWARD_TILE), -(-key.H // BACKWARD_TILE))
     return max(1, -(-{"two waves": 2, "eight waves": 8}[name] * num_sms // per_tile))
 
 
-def invalid(field: str, value: Any, key: Key, num_sms: int) -> str:
+def invalid(direction: str, field: str, value: Any, key: Key, num_sms: int) -> str:
     """Why a value is not tried for this shape; "" if it is. num_sms 0: the CPU's executor."""
     if num_sms == 0 and field != "minibatch_tiles":
         return f"the executor has no {field}"
     if field == "minibatch_tiles" and value > max(key.most_tiles, SMALLEST):
         return f"a minibatch of {value} tiles is more than all {key.most_tiles}"
+    if (direction, field) == ("forward", "parts") and value != DEFAULTS[direction][field] and num_sms and _gathers(key):
+        return "the forward whose up tasks gather pulls nothing"
     if field == "group_tiles" and value >= key.most_tiles:
         return f"a group of {value} tiles is all {key.most_tiles}, as without a limit"
     if field == "run" and value and num_sms and _loads_run_on(key):
@@ -268,7 +279,7 @@ def values_of(direction: str, field: str, key: Key, num_sms: int) -> list[Any]:
     values = FIELDS[direction][field]
     if field == "group_tiles" and num_sms:
         values = tuple(waves(value, key, num_sms) if isinstance(value, str) else value for value in values)
-    return [value for value in dict.fromkeys(values) if not (isinstance(value, str) or invalid(field, value, key, num_sms))]
+    return [value for value in dict.fromkeys(values) if not (isinstance(value, str) or invalid(direction, field, value, key, num_sms))]
 
 
 def search(

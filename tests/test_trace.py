@@ -65,6 +65,14 @@ def test_shares_by_hand():
     assert sum(got.values()) == pytest.approx(2 * 100, abs=0.1)
 
 
+def test_up_tasks_that_gather_wait_for_places():
+    made = words([(5, 0, 100_000)], [(0, 0, 20_000, 50_000, 60_000), (0, 60_000, 65_000, 90_000, 100_000)])
+    one = torch.tensor([0, 0])
+    got = trace.shares(trace.timeline("forward", 0, made, 1, ["up", "down"], one, one, one))
+    assert got["waiting for a free place of h"] == pytest.approx(20_000, abs=20) and "waiting for x_ready" not in got
+    assert got["waiting for h_ready"] == pytest.approx(5_000, abs=20)
+
+
 def test_the_summary_adds_up_to_the_kernel():
     about = trace.summary(example())
     assert about["span_us"] == 100 and about["kernel_us"] == 101

@@ -101,17 +101,23 @@ def test_a_run_of_0_means_what_the_launch_makes_of_it(tokens):
 
 
 def test_what_is_tried(monkeypatch):
-    monkeypatch.setattr(tune, "_loads_run_on", lambda key: False)  # as on a machine without a Hopper GPU
-    assert values_of("forward", "minibatch_tiles", KEY, SMS) == [8, 12, 16, 20, 24, 32]
+    for name in ("_loads_run_on", "_gathers"):
+        monkeypatch.setattr(tune, name, lambda key: False)  # as on a machine without a Hopper GPU
+    assert values_of("forward", "minibatch_tiles", KEY, SMS) == [8, 12, 16, 20, 24, 32, 48]
+    assert values_of("forward", "parts", KEY, SMS) == [2, 4, 8]
     assert values_of("backward", "group_tiles", KEY, SMS) == [0, 88, 352], "two and eight waves of 3 tasks a tile"
-    assert values_of("backward", "run", KEY, SMS) == [0, 1, 2] and "is what 0 means here" in invalid("run", 4, KEY, SMS)
+    assert values_of("backward", "run", KEY, SMS) == [0, 1, 2] and "is what 0 means here" in invalid("backward", "run", 4, KEY, SMS)
     assert values_of("backward", "run", dataclasses.replace(KEY, E=8), SMS) == [0, 2, 4]
     narrow = dataclasses.replace(KEY, H=512, E=8)
     assert narrow.most_tiles == 520 and values_of("backward", "run", narrow, SMS) == [0, 2]
-    assert "is wider than H=512" in invalid("run", 4, narrow, SMS)
+    assert "is wider than H=512" in invalid("backward", "run", 4, narrow, SMS)
     few = dataclasses.replace(KEY, T=128, E=4)
     assert few.most_tiles == 12 and values_of("forward", "minibatch_tiles", few, SMS) == [8, 12]
-    assert values_of("backward", "group_tiles", few, SMS) == [0] and "as without a limit" in invalid("group_tiles", 12, few, SMS)
+    assert values_of("backward", "group_tiles", few, SMS) == [0]
+    assert "as without a limit" in invalid("backward", "group_tiles", 12, few, SMS)
+    monkeypatch.setattr(tune, "_gathers", lambda key: key.ep == 1)
+    assert values_of("forward", "parts", KEY, SMS) == [4] and values_of("backward", "parts", KEY, SMS) == [2, 4, 8]
+    assert values_of("forward", "parts", dataclasses.replace(KEY, ep=2), SMS) == [2, 4, 8]
     full = dataclasses.replace(KEY, E=4)
     assert values_of("forward", "half_tiles", full, SMS) == [True] and values_of("forward", "half_tiles", KEY, SMS) == [True, False]
     cpu = [field for direction in tune.FIELDS for field in tune.FIELDS[direction] if values_of(direction, field, KEY, 0)]
@@ -131,11 +137,11 @@ def run_search(times, direction="forward", bad=()):
 
 
 def test_the_search_takes_what_is_faster_by_more_than_the_margin():
-    cost = {8: 1.0, 12: 0.9, 16: 1.0, 20: 0.89, 24: 0.95, 32: 1.0}
+    cost = {8: 1.0, 12: 0.9, 16: 1.0, 20: 0.89, 24: 0.95, 32: 1.0, 48: 1.0}
     best, ms, checked, _ = run_search(lambda plan: cost[plan["minibatch_tiles"]] * {2: 0.985, 4: 1, 8: 1.1}[plan["parts"]])
     assert best == {"minibatch_tiles": 20, "parts": 4, "half_tiles": True} and ms == [1.0, 0.89], "1.5 % for 2 parts is noise"
     assert all(plan["minibatch_tiles"] == 20 for plan in checked if plan["parts"] != 4), "the best so far goes on"
-    assert len(checked) == 1 + 5 + 2 + 1
+    assert len(checked) == 1 + 6 + 2 + 1
     best, ms, *_ = run_search(lambda plan: 1.0)
     assert best == tune.DEFAULTS["forward"] and ms == [0.0, 0.0]
 
@@ -148,7 +154,7 @@ def test_the_search_never_takes_a_wrong_candidate():
 
 
 def test_the_search_takes_back_what_does_not_add_up():
-    turns = iter([1.0, 0.9, 1.0, 1.0, 1.0, 1.0] + [1.0] * 5 + [1.0] * 2)  # 8 tiles seem faster, and are not against the default
+    turns = iter([1.0, 0.9, 1.0, 1.0, 1.0, 1.0, 1.0] + [1.0] * 5 + [1.0] * 2)  # 8 tiles seem faster, and are not against the default
 
     best, _, _, _ = run_search(lambda plan: next(turns, 1.0))
     assert best == tune.DEFAULTS["forward"]

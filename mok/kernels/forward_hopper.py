@@ -558,25 +558,24 @@ def forward_hopper_kernel(
             elif half != 0:
                 if PARTS == 0 and kind == UP:
                     task, loaded, unannounced, steps = expert_task(
-                        kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, descs, half_stores, places, pointers, signals,
-                        numbers, H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, TILE // 2, True, TRACE,
+                        kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, descs, half_stores, places, pointers,
+                        signals, numbers, H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, TILE // 2, True, TRACE,
                     )  # fmt: skip
                 else:
                     task, loaded, unannounced, steps = expert_task(
-                        kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, descs, half_stores, places, pointers, signals,
-                        numbers, H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, TILE // 2, False, TRACE,
+                        kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, descs, half_stores, places, pointers,
+                        signals, numbers, H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, TILE // 2, False, TRACE,
                     )  # fmt: skip
+            elif PARTS == 0 and kind == UP:
+                task, loaded, unannounced, steps = expert_task(
+                    kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, descs, stores, places, pointers,
+                    signals, numbers, H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, TILE, True, TRACE,
+                )  # fmt: skip
             else:
-                if PARTS == 0 and kind == UP:
-                    task, loaded, unannounced, steps = expert_task(
-                        kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, descs, stores, places, pointers, signals,
-                        numbers, H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, TILE, True, TRACE,
-                    )  # fmt: skip
-                else:
-                    task, loaded, unannounced, steps = expert_task(
-                        kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, descs, stores, places, pointers, signals,
-                        numbers, H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, TILE, False, TRACE,
-                    )  # fmt: skip
+                task, loaded, unannounced, steps = expert_task(
+                    kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, descs, stores, places, pointers,
+                    signals, numbers, H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, TILE, False, TRACE,
+                )  # fmt: skip
         q += steps
         if TRACE:
             note(trace_ptr, ticket, DONE)
