@@ -227,8 +227,8 @@ def forward(arch: int, hidden=7168, width=2048, shared=0, ranks=1, save=False, m
 
 def forward_hopper(hidden=7168, width=2048, shared=0, ranks=1, save=False, gather=False) -> list[dict[str, object]]:
     constants = dict(
-        H=hidden, I=width, S=shared, K=8, R=ranks, CLAMP=save, SHARED_CLAMP=save, SAVE=save, PARTS=0 if gather else PLAN.parts,
-        BLOCK_H=PLAN.block_h, TRACE=False, **without(shared),
+        H=hidden, I=width, S=shared, K=8, R=ranks, CLAMP=save, SHARED_CLAMP=save, SAVE=save,
+        PARTS=0 if gather and ranks == 1 else PLAN.parts, GATHER=gather, BLOCK_H=PLAN.block_h, TRACE=False, **without(shared),
     )  # fmt: skip
     return [compile_one(forward_hopper_kernel, 90, constants, PLAN.num_warps)]
 
@@ -277,7 +277,8 @@ SIZES: dict[str, dict[str, Any]] = {
 HOPPER_SIZES: dict[str, dict[str, Any]] = {
     **SIZES, "shared": dict(shared=2048), "saved two ranks": dict(hidden=4096, width=14336, ranks=2, save=True),
     "odd sizes": dict(hidden=2880, width=1408), "two ranks": dict(ranks=2),
-    "gathered": dict(gather=True), "gathered shared saved odd sizes": dict(hidden=2896, width=1424, shared=2048, save=True, gather=True),
+    "gathered": dict(gather=True), "gathered two ranks": dict(ranks=2, gather=True),
+    "gathered shared saved odd sizes": dict(hidden=2896, width=1424, shared=2048, save=True, gather=True),
 }  # fmt: skip
 FORWARDS = {"forward": forward, "forward mxfp8": functools.partial(forward, mxfp8=True), "fp8": forward_fp8, "mxfp8": forward_mxfp8}
 TASKS = dict(TILES=16, PARTS=4, UPS=16, DOWNS=28, SHARED_UPS=16, BLOCK_M=128, HALF_TILES=True, BLOCK=256)

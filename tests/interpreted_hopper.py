@@ -49,8 +49,15 @@ def case_shared_bits():
 
 def case_gathered():
     """Likewise where one rank pulls nothing: whole and half tiles, steps that are not full, masked slots, shared experts."""
-    same_bits(Problem(8, 330, 264, 320, 3, 2, masked=0.2), 1, 1, 100, gather=True)
-    same_bits(Problem(9, 150, 320, 264, 2, 1, shared_width=280), 1, 3, None, gather=True)
+    same_bits(Problem(8, 330, 264, 320, 3, 2, masked=0.2), 1, 1, 100, gather=1)
+    same_bits(Problem(9, 150, 320, 264, 2, 1, shared_width=280), 1, 3, None, gather=1)
+
+
+def case_own_rows_are_gathered():
+    """Likewise where several ranks pull only others' rows: tiles of one rank's rows and of several ranks', places that are used again."""
+    same_bits(Problem(8, 330, 264, 320, 3, 2, masked=0.2), 2, 1, 100, gather=2)
+    same_bits(Problem(9, 150, 320, 264, 2, 1, shared_width=280), 2, 2, None, gather=2)
+    same_bits(Problem(7, 60, 264, 264, 9, 2), 3, 1, 200, ring_tiles=2, gather=3)
 
 
 def case_three_ranks():
@@ -79,7 +86,7 @@ def lost_signals(*names: str) -> None:
 
 
 def same_bits(
-    problem: Problem, ranks: int, programs: int, saved_rows: int | None, ring_tiles: int = 4, seed: int = 0, gather: bool = False
+    problem: Problem, ranks: int, programs: int, saved_rows: int | None, ring_tiles: int = 4, seed: int = 0, gather: int = 0
 ) -> None:
     width, hidden = problem.gate_EIH.shape[1:]
     plan = ForwardPlan(num_sms=programs, minibatch_tiles=ring_tiles // 2, ring_tiles=ring_tiles, gather=gather)
@@ -122,7 +129,7 @@ def case_faults():
     changes = (dict(AHEAD=4), dict(finish_copy_engine_stores=lambda token: None))
     expect_found(forward_hopper, changes, lambda: run_layer(problem, 1, plan, kernel=KERNEL))
     with mock.patch.object(launch, "is_hopper", lambda device: True):
-        plan = dataclasses.replace(plan, gather=True)
+        plan = dataclasses.replace(plan, gather=1)
         expect_found(forward_hopper, [dict(gathers_are_in=lambda groups: None)], lambda: run_layer(problem, 1, plan, kernel=KERNEL))
 
 

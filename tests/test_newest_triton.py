@@ -15,11 +15,11 @@ NEWEST = Path(sys.prefix) / "newest-triton"
 ASKED = os.environ.get("MOK_TEST_NEWEST_TRITON", "") if (sys.platform, platform.machine()) == ("linux", "x86_64") else ""
 FORWARDS = (
     *(f"forward{size} {arch}" for size in ("", " saved two ranks", " shared saved two ranks") for arch in (90, 100, 103)),
-    "forward hopper shared saved two ranks", "forward hopper gathered",
+    "forward hopper shared saved two ranks", "forward hopper gathered", "forward hopper gathered two ranks",
 )  # fmt: skip
 FIRST_FORWARDS = (
     "forward 100", "forward saved two ranks 90", "forward saved two ranks 100", "forward saved two ranks 103",
-    "forward hopper shared saved two ranks", "forward hopper gathered",
+    "forward hopper shared saved two ranks", "forward hopper gathered", "forward hopper gathered two ranks",
 )  # fmt: skip
 BACKWARDS = (
     *(f"backward {case} {arch}" for case in ("plain", "runs", "everything") for arch in (90, 100, 103)),

@@ -60,7 +60,7 @@ def prepare(workspace: Any, rows: Any, x_TH: Tensor, experts: Experts, plan: Any
     from mok.kernels import launch
     from mok.kernels.tasks import DOWN, END, PULL
 
-    plan = dataclasses.replace(plan, gather=False)
+    plan = dataclasses.replace(plan, gather=0)
     gate_LIH = experts[0]
     args: dict[str, Any] = launch.kernel_arguments(
         workspace, rows, x_TH, *experts, None, None, None, 0, False, plan, workspace.hidden, gate_LIH.shape[1]

@@ -106,11 +106,15 @@ def operands(
 
 
 @gluon.jit
-def find_rows(peer_rank_ptr, peer_token_idx_ptr, tile, needed, K: gl.constexpr):
-    """The rows of x of which a tile is gathered, -1 for padding, if needed."""
-    rows = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, GATHERED))
+def find_rows(peer_rank_ptr, peer_token_idx_ptr, tile, ring, rank, needed, K: gl.constexpr, R: gl.constexpr):
+    """Of which rows a tile is gathered, if needed: those of x, numbered from 0; -1 for padding; and pulled ones, -2 - row of the ring."""
+    lanes = gl.arange(0, TILE, gl.SliceLayout(1, GATHERED))
+    rows = tile * TILE + lanes
     source = gl.load(peer_rank_ptr + rows, mask=(rows >= 0) & needed, other=-1)
-    return gl.where(source >= 0, gl.load(peer_token_idx_ptr + rows, mask=source >= 0, other=0) // K, -1)
+    found = gl.where(source >= 0, gl.load(peer_token_idx_ptr + rows, mask=source >= 0, other=0) // K, -1)
+    if R > 1:
+        found = gl.where((source < 0) | (source == rank), found, -2 - (tile % ring) * TILE - lanes)
+    return found
 
 
 @gluon.jit
@@ -124,22 +128,29 @@ def copy_rows_in(desc, row, i, barrier, a, MORE: gl.constexpr, ROWS: gl.constexp
 
 @gluon.jit
 def begin_load(
-    a_desc, b_desc, a_row, b_row, x_ptr, rows, gathers, i, q, a_stages, b_stages, barriers, H: gl.constexpr, GATHER: gl.constexpr,
-    ROWS: gl.constexpr,
+    a_desc, b_desc, a_row, b_row, x, rows, gathers, i, q, a_stages, b_stages, barriers, H: gl.constexpr, R: gl.constexpr,
+    GATHER: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Begin the load of a task's step i, of its tile's first ROWS rows, into the stage of step q. GATHER: that of A, if the task gathers,
-    by the threads, each of whose steps is a group of such copies, an empty one if it does not."""
+    by the threads, each of whose steps is a group of such copies, an empty one if it does not; x: this rank's rows and the ring of pulled
+    ones, rows: of `find_rows`."""
     B_BYTES: gl.constexpr = 4 * TILE * STEP
     stage = q & (STAGES - 1)
     barrier = barriers.index(stage)
     a = a_stages.index(stage)
     if GATHER:
         if gathers:
+            x_ptr, ring_ptr = x
+            begins = x_ptr + rows.to(gl.int64) * H
+            real = rows >= 0
+            if R > 1:
+                begins = gl.where(real, begins, ring_ptr + (-2 - rows).to(gl.int64) * H)
+                real = rows != -1
             columns = i * STEP + gl.arange(0, STEP, gl.SliceLayout(0, GATHERED))
-            mask = (rows >= 0)[:, None]
+            mask = real[:, None]
             if H % STEP != 0:
                 mask = mask & (columns < H)[None, :]
-            gather_in(a, (x_ptr + rows.to(gl.int64) * H)[:, None] + columns[None, :], mask=mask)
+            gather_in(a, begins[:, None] + columns[None, :], mask=mask)
             mbarrier.expect(barrier, B_BYTES)
         else:
             copy_rows_in(a_desc, a_row, i, barrier, a, B_BYTES, ROWS)
@@ -309,6 +320,13 @@ def pull_rows(
 
 
 @gluon.jit
+def of_others(peer_rank_ptr, row, rank, ROWS: gl.constexpr):
+    """Whether any of ROWS rows comes from another rank."""
+    source = gl.load(peer_rank_ptr + row + gl.arange(0, ROWS, LANES))
+    return gl.max(((source >= 0) & (source != rank)).to(gl.int32), axis=0) != 0
+
+
+@gluon.jit
 def read_if(signal_ptr, least, lanes):
     """Begin to read a signal without waiting, by lane 0, if something is asked of it; no other value of the result means anything."""
     return gl.atomic_add(signal_ptr + lanes, lanes * 0, mask=(lanes == 0) & (least > 0), sem="acquire", scope="gpu")
@@ -357,21 +375,20 @@ def answer(
 def expert_task(
     kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, descs, stores, places, pointers, signals, numbers,
     H: gl.constexpr, I: gl.constexpr, S: gl.constexpr, K: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, SHARED_CLAMP: gl.constexpr,
-    SAVE: gl.constexpr, PARTS: gl.constexpr, ROWS: gl.constexpr, GATHER: gl.constexpr, TRACE: gl.constexpr,
+    SAVE: gl.constexpr, PARTS: gl.constexpr, GATHER_NEXT: gl.constexpr, ROWS: gl.constexpr, GATHER: gl.constexpr, TRACE: gl.constexpr,
 ):  # fmt: skip
-    """An up or down task over the first ROWS rows of a tile, its first step at q; up tasks that gather, and none else, with GATHER.
+    """An up or down task over the first ROWS rows of a tile, its first step at q. GATHER_NEXT: up tasks gather, GATHER: this is one.
     unannounced: from h_ready on, what the task before it has left to be announced, or -1. -> (the next task, whether its first loads are
     under way, what is left to be announced, steps)."""
     operand_descs, shared_operand_descs, shared_stores = descs
     a_stages, b_stages, staging, barriers = places
-    tasks_ptr, x_ptr, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr, trace_ptr = pointers
+    tasks_ptr, x, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr, trace_ptr = pointers
     x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr = signals
-    num_tasks, ring, max_tiles, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit = numbers
+    num_tasks, rank, ring, max_tiles, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit = numbers
     UPS: gl.constexpr = (I + TILE - 1) // TILE
     DOWNS: gl.constexpr = (H + 2 * TILE - 1) // (2 * TILE)
     SHARED_UPS: gl.constexpr = (S + TILE - 1) // TILE
     SUMS: gl.constexpr = WHOLE_SUMS if ROWS == TILE else HALF_SUMS
-    GATHER_NEXT: gl.constexpr = PARTS == 0
     SHARED: gl.constexpr = (S > 0) & (ROWS == TILE) & (not GATHER)  # of a shared expert every tile is whole
     if GATHER:
         kind = UP
@@ -381,16 +398,16 @@ def expert_task(
     )  # fmt: skip
     rows = 0
     if GATHER:
-        rows = find_rows(peer_rank_ptr, peer_token_idx_ptr, tile, True, K)
+        rows = find_rows(peer_rank_ptr, peer_token_idx_ptr, tile, ring, rank, True, K, R)
     if loaded == 0:
         for i in gl.static_range(AHEAD):
-            begin_load(a_desc, b_desc, a_row, b_row, x_ptr, rows, True, i, q + i, a_stages, b_stages, barriers, H, GATHER, ROWS)
+            begin_load(a_desc, b_desc, a_row, b_row, x, rows, True, i, q + i, a_stages, b_stages, barriers, H, R, GATHER, ROWS)
         if GATHER:
             gathers_are_in(AHEAD - 1)
     total = gl.zeros([ROWS, 2 * TILE], gl.float32, SUMS)
     for i in gl.static_range(EARLY):
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, GATHER, ROWS, i == 0)
-        begin_load(a_desc, b_desc, a_row, b_row, x_ptr, rows, True, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, H, GATHER, ROWS)
+        begin_load(a_desc, b_desc, a_row, b_row, x, rows, True, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, H, R, GATHER, ROWS)
     finish_copy_engine_stores(tile)
     if unannounced >= 0:
         announce(h_ready_ptr + unannounced)
@@ -400,11 +417,11 @@ def expert_task(
     # The next task is looked up in three moves, each of which has a few steps' time until the following one looks at what it fetched.
     for i in range(EARLY, look):
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, GATHER, ROWS)
-        begin_load(a_desc, b_desc, a_row, b_row, x_ptr, rows, True, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, H, GATHER, ROWS)
+        begin_load(a_desc, b_desc, a_row, b_row, x, rows, True, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, H, R, GATHER, ROWS)
     following = find(tasks_ptr, taken, num_tasks, lanes)
     for i in range(look, turn):
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, GATHER, ROWS)
-        begin_load(a_desc, b_desc, a_row, b_row, x_ptr, rows, True, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, H, GATHER, ROWS)
+        begin_load(a_desc, b_desc, a_row, b_row, x, rows, True, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, H, R, GATHER, ROWS)
     task = of_lane_0(following)
     next_kind, next_tile, next_part, next_expert, next_half = unpack(task)
     found, found_free = ask(
@@ -413,10 +430,10 @@ def expert_task(
     next_gathers = next_kind == UP
     next_rows = 0
     if GATHER_NEXT:
-        next_rows = find_rows(peer_rank_ptr, peer_token_idx_ptr, next_tile, next_gathers, K)
+        next_rows = find_rows(peer_rank_ptr, peer_token_idx_ptr, next_tile, ring, rank, next_gathers, K, R)
     for i in range(turn, last):
         total = multiply_step(total, q + i, a_stages, b_stages, barriers, GATHER, ROWS)
-        begin_load(a_desc, b_desc, a_row, b_row, x_ptr, rows, True, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, H, GATHER, ROWS)
+        begin_load(a_desc, b_desc, a_row, b_row, x, rows, True, i + AHEAD, q + i + AHEAD, a_stages, b_stages, barriers, H, R, GATHER, ROWS)
     load_next = answer(found, found_free, next_kind, next_tile, ring, h_ready_ptr, PARTS, UPS, DOWNS, SHARED_UPS)
     order_copy_engine(next_tile)
     next_a_desc, next_b_desc, next_a_row, next_b_row, _ = operands(
@@ -433,13 +450,13 @@ def expert_task(
             to = q + i + AHEAD
             if next_half == 0:
                 begin_load(
-                    next_a_desc, next_b_desc, next_a_row, next_b_row, x_ptr, next_rows, next_gathers, i - last, to, a_stages, b_stages,
-                    barriers, H, GATHER_NEXT, TILE,
+                    next_a_desc, next_b_desc, next_a_row, next_b_row, x, next_rows, next_gathers, i - last, to, a_stages, b_stages,
+                    barriers, H, R, GATHER_NEXT, TILE,
                 )  # fmt: skip
             else:
                 begin_load(
-                    next_a_desc, next_b_desc, next_a_row, next_b_row, x_ptr, next_rows, next_gathers, i - last, to, a_stages, b_stages,
-                    barriers, H, GATHER_NEXT, TILE // 2,
+                    next_a_desc, next_b_desc, next_a_row, next_b_row, x, next_rows, next_gathers, i - last, to, a_stages, b_stages,
+                    barriers, H, R, GATHER_NEXT, TILE // 2,
                 )  # fmt: skip
         elif GATHER_NEXT:
             async_copy.commit_group()  # so that the last steps, too, are followed by two groups
@@ -487,10 +504,10 @@ def forward_hopper_kernel(
     shared_out_ptr, signals_ptr, trace_ptr,
     rank, max_tiles, ring, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit, wait_limit,
     H: gl.constexpr, I: gl.constexpr, S: gl.constexpr, K: gl.constexpr, R: gl.constexpr, CLAMP: gl.constexpr, SHARED_CLAMP: gl.constexpr,
-    SAVE: gl.constexpr, PARTS: gl.constexpr, BLOCK_H: gl.constexpr, TRACE: gl.constexpr,
+    SAVE: gl.constexpr, PARTS: gl.constexpr, GATHER: gl.constexpr, BLOCK_H: gl.constexpr, TRACE: gl.constexpr,
 ):  # fmt: skip
-    """`forward.forward_kernel` without MXFP8; H, I and, if not 0, S of at least AHEAD + EARLY steps. PARTS of 0, for one rank: nothing is
-    pulled, up tasks gather."""
+    """`forward.forward_kernel` without MXFP8; H, I and, if not 0, S of at least AHEAD + EARLY steps. GATHER: up tasks gather rows, this
+    rank's from where they are; only others' are pulled, and PARTS is 0 if there are none."""
     UPS: gl.constexpr = (I + TILE - 1) // TILE
     DOWNS: gl.constexpr = (H + 2 * TILE - 1) // (2 * TILE)
     SHARED_UPS: gl.constexpr = (S + TILE - 1) // TILE
@@ -519,9 +536,9 @@ def forward_hopper_kernel(
     taken = gl.atomic_add(signals_ptr + lanes, ones, mask=lanes == 0, sem="relaxed", scope="gpu")
     task = of_lane_0(find(tasks_ptr, taken, num_tasks, lanes))
     ticket = of_lane_0(taken) if TRACE else 0
-    pointers = (tasks_ptr, x_ptr, shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr, trace_ptr)
+    pointers = (tasks_ptr, (x_ptr, ring_ptr), shared_out_ptr, combine_ptr, combine_ptrs, peer_rank_ptr, peer_token_idx_ptr, trace_ptr)
     signals = (x_ready_ptr, h_ready_ptr, h_free_ptr, shared_h_ready_ptr)
-    numbers = (num_tasks, ring, max_tiles, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit)
+    numbers = (num_tasks, rank, ring, max_tiles, tokens, saved_rows, gate_first, shared_gate_first, limit, shared_limit)
     if TRACE:
         note_begin(trace_ptr)
     q = num_tasks * 0  # steps begun by this program
@@ -547,34 +564,36 @@ def forward_hopper_kernel(
             if kind == PULL:
                 if PARTS > 0:
                     ROWS: gl.constexpr = TILE // PARTS
-                    pull_rows(
-                        ((x_ptr, x_ptrs, ring_ptr),), peer_rank_ptr, peer_token_idx_ptr, tile * TILE + part * ROWS,
-                        (tile % ring) * TILE + part * ROWS, 1, H, K, R, ROWS, BLOCK_H,
-                    )  # fmt: skip
+                    row = tile * TILE + part * ROWS
+                    if not GATHER or of_others(peer_rank_ptr, row, rank, ROWS):
+                        pull_rows(
+                            ((x_ptr, x_ptrs, ring_ptr),), peer_rank_ptr, peer_token_idx_ptr, row, (tile % ring) * TILE + part * ROWS,
+                            1, H, K, R, ROWS, BLOCK_H,
+                        )  # fmt: skip
                     following = find(tasks_ptr, taken, num_tasks, lanes)
                     finish_copy_engine_stores(tile)
                     announce(x_ready_ptr + tile)
                     task = of_lane_0(following)
             elif half != 0:
-                if PARTS == 0 and kind == UP:
+                if GATHER and kind == UP:
                     task, loaded, unannounced, steps = expert_task(
                         kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, descs, half_stores, places, pointers,
-                        signals, numbers, H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, TILE // 2, True, TRACE,
+                        signals, numbers, H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, GATHER, TILE // 2, True, TRACE,
                     )  # fmt: skip
                 else:
                     task, loaded, unannounced, steps = expert_task(
                         kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, descs, half_stores, places, pointers,
-                        signals, numbers, H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, TILE // 2, False, TRACE,
+                        signals, numbers, H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, GATHER, TILE // 2, False, TRACE,
                     )  # fmt: skip
-            elif PARTS == 0 and kind == UP:
+            elif GATHER and kind == UP:
                 task, loaded, unannounced, steps = expert_task(
                     kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, descs, stores, places, pointers,
-                    signals, numbers, H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, TILE, True, TRACE,
+                    signals, numbers, H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, GATHER, TILE, True, TRACE,
                 )  # fmt: skip
             else:
                 task, loaded, unannounced, steps = expert_task(
                     kind, tile, part, expert, q, loaded, unannounced, ticket, taken, lanes, descs, stores, places, pointers,
-                    signals, numbers, H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, TILE, False, TRACE,
+                    signals, numbers, H, I, S, K, R, CLAMP, SHARED_CLAMP, SAVE, PARTS, GATHER, TILE, False, TRACE,
                 )  # fmt: skip
         q += steps
         if TRACE:

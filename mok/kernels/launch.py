@@ -44,7 +44,8 @@ class ForwardPlan:
         again, or half as large, to begin and end with experts.
     parts: pull tasks per tile.
     half_tiles: multiply only the first half of a tile whose other half is padding.
-    gather: one rank's up tasks read the rows of x where they are, and nothing is pulled, in the kernel of `runs_ahead`.
+    gather: up to so many ranks, up tasks read this rank's own rows of x where they are, and only others' are pulled, in the kernel of
+        `runs_ahead`.
     prefetch: begin a task's loads while the one before it ends, where there is a kernel that does (`runs_ahead`): in bf16, on Hopper.
     trace: write timestamps of every task.
     """
@@ -61,7 +62,7 @@ class ForwardPlan:
     num_stages: int = 4
     programs_per_sm: int = 1
     half_tiles: bool = True
-    gather: bool = True
+    gather: int = 1
     prefetch: bool = True
     trace: bool = False
 
@@ -352,9 +353,10 @@ def kernel_arguments(
     shared_width = shared[0].shape[0] if shared else 0
     bf16 = torch.bfloat16
     sizes = (hidden, width, *[shared_width] * bool(shared))
-    gathers = plan.gather and memory.size == 1 and runs_ahead(plan, workspace.device, sizes, mxfp8)
-    parts = 0 if gathers else plan.parts
-    x_ring = x_TH if gathers else workspace.take("x_ring", (ring * m, hidden), bf16)
+    gathers = memory.size <= plan.gather and runs_ahead(plan, workspace.device, sizes, mxfp8)
+    alone = gathers and memory.size == 1
+    parts = 0 if alone else plan.parts
+    x_ring = x_TH if alone else workspace.take("x_ring", (ring * m, hidden), bf16)
     h_ring = workspace.take("h_ring", (ring * m, width), bf16)
     shared_h = workspace.take("shared_h", (tokens, shared_width), bf16) if shared_width else h_ring
     shared_out = shared_out_TH
@@ -398,7 +400,7 @@ def kernel_arguments(
         trace_ptr=trace_record(workspace, most + 1, programs) if plan.trace else tasks,
         limit=float(clamp or 0.0), shared_limit=float(shared_clamp or 0.0), wait_limit=workspace.limit,
         rank=memory.rank, H=hidden, I=width, S=shared_width, K=workspace.top_k, R=memory.size,
-        CLAMP=clamp is not None, SHARED_CLAMP=shared_clamp is not None, SAVE=save, PARTS=parts,
+        CLAMP=clamp is not None, SHARED_CLAMP=shared_clamp is not None, SAVE=save, PARTS=parts, GATHER=gathers,
         BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, BLOCK_H=max(min(plan.block_h, triton.next_power_of_2(hidden)), 32),
         THREADS=32 * plan.num_warps, MXFP8=mxfp8, TRACE=plan.trace,
     )  # fmt: skip

@@ -70,8 +70,20 @@ def test_rows_that_are_gathered(name):
     """One rank pulls nothing: whole and half tiles, steps that are not full, places of h used again."""
     problem = Problem(*SIZES[name], masked=0.1)
     first = Group(problem, 1, ORDINARY).run()
-    for plan in (ForwardPlan(gather=True), ForwardPlan(gather=True, minibatch_tiles=4, ring_tiles=8, num_sms=20)):
+    for plan in (ForwardPlan(gather=1), ForwardPlan(gather=1, minibatch_tiles=4, ring_tiles=8, num_sms=20)):
         group = Group(problem, 1, plan)
+        for repeat in range(20):
+            assert torch.equal(group.run(delay=bool(repeat % 2)), first), (plan, repeat)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", SIZES)
+def test_own_rows_that_are_gathered(name, ranks):
+    """Several ranks pull only each other's rows, into places that are used again, too."""
+    problem = Problem(*SIZES[name], masked=0.1)
+    first = Group(problem, 1, ORDINARY).run()
+    for plan in (ForwardPlan(gather=4), ForwardPlan(gather=4, minibatch_tiles=4, ring_tiles=8, num_sms=20)):
+        group = Group(problem, ranks, plan)
         for repeat in range(20):
             assert torch.equal(group.run(delay=bool(repeat % 2)), first), (plan, repeat)
 
@@ -115,7 +127,7 @@ def test_shared_experts(name, clamp):
 def test_saved_gate_and_up(clamp):
     problem = Problem(900, 512, 320, 5, 2, shared_width=328, clamp=clamp, shared_clamp=clamp)
     found = []
-    for plan in (ORDINARY, ForwardPlan(), ForwardPlan(gather=True)):
+    for plan in (ORDINARY, ForwardPlan(), ForwardPlan(gather=1)):
         out, rows, saved = Group(problem, 1, plan).one_rank(0, save=True, saved_rows=700)
         torch.cuda.synchronize()
         real = rows.peer_rank[:700] >= 0
