@@ -144,7 +144,7 @@ def begin_load(
             begins = x_ptr + rows.to(gl.int64) * H
             real = rows >= 0
             if R > 1:
-                begins = gl.where(real, begins, ring_ptr + (-2 - rows).to(gl.int64) * H)
+                begins = gl.multiple_of(gl.where(real, begins, ring_ptr + (-2 - rows).to(gl.int64) * H), 16)  # bytes
                 real = rows != -1
             columns = i * STEP + gl.arange(0, STEP, gl.SliceLayout(0, GATHERED))
             mask = real[:, None]
