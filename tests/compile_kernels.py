@@ -128,6 +128,13 @@ def unfinished_stores(ptx: str, unread: Collection[int] = ()) -> int:
     return len(bad)
 
 
+def copies_not_shown_to_products(ptx: str) -> int:
+    """Waits for the threads' copies that are not followed by a barrier of the threads and then by the fence that products need."""
+    found = re.findall(r"cp\.async\.wait_group|bar\.sync|fence\.proxy\.async|wgmma\.mma_async", ptx)
+    waits = [i for i, event in enumerate(found) if event == "cp.async.wait_group"]
+    return sum(found[i + 1 : i + 3] != ["bar.sync", "fence.proxy.async"] for i in waits)
+
+
 def local_accesses_among_products(sass: str) -> int:
     """Loads and stores of local memory (spilled registers) in the loops that hold the tensor cores' instructions: for each of these the
     shortest stretch around it from the target of a branch that leads back to this branch, unless another one's lies within it (the first
@@ -191,6 +198,7 @@ def facts_of(kernel, arch: int, signature: dict[str, str], constants: dict[str, 
         announced=len(re.findall(r"gpu\.release\.add|release\.gpu\.global\.add", ptx)),
         clocks=len(re.findall(r"%clock|%globaltimer|%smid", ptx)),
         thread_copies=len(re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^\n]*, 0x10", ptx)),
+        not_shown=copies_not_shown_to_products(ptx),
         wide_loads=ptx.count("ld.global.v4"), wide_stores=ptx.count("st.global.v4"), narrow_stores=ptx.count("st.global.b16"),
         exponentials=ttgir.count("ex2.approx"),
     )  # fmt: skip

@@ -66,10 +66,16 @@ def case_three_ranks():
 
 
 def case_delays():
-    """The same with one rank and two, with shared experts or gate and up saved, and other delays."""
-    for seed in range(9):
+    """The same with one to three ranks, that gather or do not, with shared experts or gate and up saved, and other delays."""
+    for seed in range(12):
         problem = Problem(seed, 70, 264, 264, 9, 2, shared_width=264 * (seed % 2))
-        same_bits(problem, 3 - seed % 3, 1 + seed // 3 % 2, None if seed % 2 else 200, ring_tiles=2, seed=seed)
+        same_bits(problem, 3 - seed % 3, 1 + seed // 3 % 2, None if seed % 2 else 200, ring_tiles=2, seed=seed, gather=seed % 4)
+
+
+def case_gathered_late():
+    """One rank that gathers: behind an up task the loads of the next one begin, or do not, so that groups of copies are empty."""
+    for seed in range(2):
+        same_bits(Problem(seed, 70, 264, 264, 9, 2, shared_width=264 * seed), 1, 3, None, ring_tiles=2, seed=seed, gather=1)
 
 
 def case_lost_signal_ends_in_a_report():

@@ -8,7 +8,9 @@ from scripts import cases_of, run_script, thorough_but
 
 pytest.importorskip("triton.experimental.gluon")
 
-FIRST = ("bits", "shared_bits", "gathered", "own_rows_are_gathered", "three_ranks", "lost_signal_ends_in_a_report", "faults")
+FIRST = (
+    "bits", "shared_bits", "gathered", "gathered_late", "own_rows_are_gathered", "three_ranks", "lost_signal_ends_in_a_report", "faults",
+)  # fmt: skip
 FIRST_OF_BACKWARD = ("bits", "small_ring", "shared", "lost_signal_ends_in_a_report", "faults")
 
 

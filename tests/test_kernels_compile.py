@@ -95,8 +95,19 @@ def test_hopper_ring_of_loads(compiled, case):
     assert kernel["local_in_loop"] == 0 and kernel["single_conversions"] == 0, kernel
     copies = 2 * (8 + 1 + 1) * 4  # by 16 bytes of a thread, four a step: in eight places of up tasks, for the next task in these and others
     assert kernel["thread_copies"] == copies * gathered and (kernel["wide_loads"] == 0) == (gathered and "ranks" not in case), kernel
+    assert kernel["not_shown"] == 0, kernel
     assert kernel["wide_stores"] > 0 and kernel["narrow_stores"] == 0, kernel
     assert kernel["unfinished"] == 0 and kernel["announced"] > 0 and kernel["clocks"] == 0, kernel
+
+
+def test_the_search_for_copies_that_products_do_not_see():
+    from compile_kernels import copies_not_shown_to_products as search
+
+    wait, barrier, fence, product = "cp.async.wait_group 1;", "bar.sync 0;", "fence.proxy.async.shared::cta;", "wgmma.mma_async.sync x;"
+    listing = lambda *texts: "\n".join(("cp.async.bulk.wait_group 0;", "mov x;", *texts))  # noqa: E731
+    assert search(listing(wait, "add x;", barrier, fence, product, wait, barrier, fence)) == 0
+    assert search(listing(wait, barrier, product, fence)) == 1
+    assert search(listing(wait, fence, barrier, product, wait)) == 2
 
 
 def test_the_search_for_spills_in_the_loop():

@@ -58,6 +58,7 @@ def test_forward(compiled, job):
     # for every task.
     few = {"forward shared saved two ranks 90": 16, "forward hopper gathered": 72, "forward hopper gathered two ranks": 80}
     assert kernel["stack"] <= few.get(job, 0), kernel
+    assert kernel["thread_copies"] == 80 * ("gathered" in job) and kernel["not_shown"] == 0, kernel
 
 
 @pytest.mark.parametrize("job", thorough_but(FIRST_BACKWARDS, BACKWARDS))

@@ -1,10 +1,10 @@
 """The forward kernel of `forward.py` for Hopper (sm_90), in Gluon, with a ring of loads that runs on over tasks.
 
-The same tasks, signals, rows and bits. A step's operands, 64 columns of 128 rows and of 2 x 128 rows of a pair, lie in one of STAGES
-stages; loads run AHEAD = STAGES - 1 steps ahead of the products. In a task's last AHEAD steps the stages that become free receive the
-next task's first operands, if what it reads is there already by one reading of its signals. So they arrive while this task's results are
-stored, and the next task begins with products. What such a task has to announce is announced in the next one's first steps, when its
-stores are long complete.
+The same signals, rows and bits, and tasks, but that one rank has no pulls. A step's operands, 64 columns of 128 rows and of 2 x 128 rows of
+a pair, lie in one of STAGES stages; loads run AHEAD = STAGES - 1 steps ahead of the products. In a task's last AHEAD steps the stages that
+become free receive the next task's first operands, if what it reads is there already by one reading of its signals. So they arrive while
+this task's results are stored, and the next task begins with products. What such a task has to announce is announced in the next one's
+first steps, when its stores are long complete.
 
     steps of task n    ..  K-3   K-2   K-1  | results stored, announced |   0     1     2   ..
     loads begun        ..  0'    1'    2'   |                           |   3'    4'    5'  ..
@@ -18,6 +18,11 @@ One partition of 8 warps issues its own loads: a stage is free when both warpgro
 that every step has anyway says. A warp of its own for the loads would have to learn every task and wait for its signals, too.
 
 Rows of a tile are loaded in two halves, so that one descriptor serves whole and half tiles; a half tile's barrier expects fewer bytes.
+
+With GATHER up tasks read their rows where they are, this rank's in x. The copy engine of Hopper takes no list of rows, so the threads copy
+them, 16 bytes each, 128 rows of a half tile, too; the barrier then expects the pair's bytes alone. A step's copies are one group. A step
+waits for the group of the next one, before the barrier of all threads that it has anyway, so a row has two steps' time to arrive where the
+copy engine's have three. The first step's group is waited for by the task that begins the load: in its own last step, or at once.
 
 Legend: H hidden, I intermediate, S width of the shared experts, K choices per token, R ranks.
 """
@@ -131,9 +136,9 @@ def begin_load(
     a_desc, b_desc, a_row, b_row, x, rows, gathers, i, q, a_stages, b_stages, barriers, H: gl.constexpr, R: gl.constexpr,
     GATHER: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Begin the load of a task's step i, of its tile's first ROWS rows, into the stage of step q. GATHER: that of A, if the task gathers,
-    by the threads, each of whose steps is a group of such copies, an empty one if it does not; x: this rank's rows and the ring of pulled
-    ones, rows: of `find_rows`."""
+    """Begin the load of a task's step i, of its tile's first ROWS rows, into the stage of step q. GATHER: every step is one group of the
+    threads' copies, of the rows of A if the task gathers, else of none, and A comes by the copy engine. x: this rank's rows and the ring of
+    pulled ones, rows: of `find_rows`."""
     B_BYTES: gl.constexpr = 4 * TILE * STEP
     stage = q & (STAGES - 1)
     barrier = barriers.index(stage)
@@ -162,7 +167,8 @@ def begin_load(
 
 @gluon.jit
 def gathers_are_in(GROUPS: gl.constexpr):
-    """All but so many groups of every thread's copies are in shared memory, for the products that follow. A barrier of the threads."""
+    """Every thread's copies but those of the last GROUPS groups are in shared memory, for the products that follow. A barrier of the
+    threads: directly behind the wait, or Triton adds one."""
     async_copy.wait_group(GROUPS)
     thread_barrier()
     fence_async_shared()
@@ -172,7 +178,7 @@ def gathers_are_in(GROUPS: gl.constexpr):
 def multiply_step(total, q, a_stages, b_stages, barriers, GATHER: gl.constexpr, ROWS: gl.constexpr, FIRST: gl.constexpr = False):
     """Begin the product of step q, and wait for that of the step before it, whose stage every warp has then read. FIRST: of a task.
 
-    GATHER: what was gathered for step q + 1 is there, too; loads up to step q + 2 have begun."""
+    GATHER: what was gathered for step q + 1 is there, too: of the loads that have begun only step q + 2's is behind it."""
     stage = q & (STAGES - 1)
     mbarrier.wait(barriers.index(stage), (q // STAGES) & 1)
     a = a_stages.index(stage).slice(0, ROWS)
@@ -459,7 +465,7 @@ def expert_task(
                     barriers, H, R, GATHER_NEXT, TILE // 2,
                 )  # fmt: skip
         elif GATHER_NEXT:
-            async_copy.commit_group()  # so that the last steps, too, are followed by two groups
+            async_copy.commit_group()  # so that all groups but one are those up to the next step, here, too
     total = warpgroup_mma_wait(0, deps=[total])
     if TRACE:
         note(trace_ptr, ticket, COMPUTED)

@@ -354,7 +354,7 @@ def kernel_arguments(
     bf16 = torch.bfloat16
     sizes = (hidden, width, *[shared_width] * bool(shared))
     gathers = memory.size <= plan.gather and runs_ahead(plan, workspace.device, sizes, mxfp8)
-    alone = gathers and memory.size == 1
+    alone = gathers and memory.size == 1  # no pulls
     parts = 0 if alone else plan.parts
     x_ring = x_TH if alone else workspace.take("x_ring", (ring * m, hidden), bf16)
     h_ring = workspace.take("h_ring", (ring * m, width), bf16)
