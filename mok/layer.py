@@ -461,6 +461,7 @@ class MoE(nn.Module):
     """
 
     tokens_per_expert: Tensor
+    _draws_weights = True  # False where reset_parameters draws none, so that generators may differ
 
     def __init__(
         self,
@@ -487,7 +488,8 @@ class MoE(nn.Module):
         kind = torch.get_default_device().type if device is None else torch.device(device).type
         if kind == "cpu":
             _ = self.fabric  # made here, where all ranks are sure to come
-            self.group.compare_generators()
+            if self._draws_weights:
+                self.group.compare_generators()
         experts = local_experts(config.num_experts, self.group.size, self.group.rank)
         mesh = self.group.mesh
         if mesh is None and isinstance(self.group.given, dist.ProcessGroup):

@@ -231,6 +231,8 @@ def _replica(trunk: Trunk) -> Trunk:
 
 
 class _MoE(MoE):
+    _draws_weights = False
+
     def reset_parameters(self) -> None:
         """Nothing: `LanguageModel.initialize` sets every parameter."""
 
