@@ -311,7 +311,7 @@ def moe(
         ranks.refuse(error, tuning)
     run = _routed_gpu if x.is_cuda else _routed_cpu
     out, _ = run(inputs, flat_shared, main_grads, num_experts, clamp, recipe, ranks, tuning)
-    return out.view(x.shape)
+    return _unflat(out, x.shape)
 
 
 def _check_tensors(**given: object) -> None:
@@ -333,6 +333,12 @@ def _inputs(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, d
 def _flat(tensor: Tensor) -> Tensor:
     """[..., W] as [N, W]."""
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+
+
+def _unflat(out_TH: Tensor, shape: torch.Size) -> Tensor:
+    """The result of a call in the shape of x, [..., H]: no copy, and no view for autograd either, so that it may be changed in place, under
+    FSDP2 too. For that nobody may use out_TH itself afterwards."""
+    return out_TH if len(shape) == 2 else torch.ops.aten._unsafe_view(out_TH, shape)
 
 
 class _FanOut(torch.autograd.Function):
@@ -566,7 +572,7 @@ class MoE(nn.Module):
         if self.training and self.config.balance_loss_weight > 0:
             tokens = x.shape[-2] if x.dim() > 1 else 1
             self._keep_loss(self.config.balance_loss_weight * balance_loss(routing.scores_TE, routing.ids_TK, self.config, tokens))
-        return out.view(x.shape)
+        return _unflat(out, x.shape)
 
     @property
     def balance_loss(self) -> Tensor | None:

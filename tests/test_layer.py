@@ -43,6 +43,33 @@ def test_any_leading_shape(shape):
         assert torch.equal(layer(x.detach().reshape(-1, 64)), out.detach().reshape(-1, 64))
 
 
+def in_place(function, x):
+    """The output and the gradient of x, where x is added to the output in place."""
+    x = x.clone().requires_grad_()
+    y = function(x)
+    assert not y._is_view() and y.shape == x.shape and y.is_contiguous()
+    y += x
+    y.square().sum().backward()
+    return {"out": y.detach(), "d_x": x.grad}
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.parametrize("shape", [(64,), (5, 64), (2, 3, 64), (2, 0, 64)])
+def test_the_output_is_no_view_and_may_be_changed_in_place(shape, shared):
+    layer = mok.MoE(MoEConfig(hidden_size=64, intermediate_size=48, num_experts=7, top_k=2, num_shared_experts=shared))
+
+    def given(x):
+        ids = torch.arange(2).expand(*x.shape[:-1], 2)
+        return mok.moe(x, ids, torch.ones(ids.shape), layer.gate_EIH, layer.up_EIH, layer.down_EHI, shared=x if shared else None)
+
+    x = torch.randn(shape)
+    for function in (layer, given, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        x_again = x.clone().requires_grad_()
+        out = function(x_again) + x_again
+        out.square().sum().backward()
+        assert_equal(in_place(function, x), {"out": out.detach(), "d_x": x_again.grad})
+
+
 def test_wrong_width_and_dtype_name_the_argument():
     layer = mok.MoE(CONFIG)
     with pytest.raises(ValueError, match=r"x has shape \(3, 63\).*hidden_size=64"):
