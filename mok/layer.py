@@ -323,6 +323,8 @@ def _check_tensors(**given: object) -> None:
 
 def _inputs(x: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> tuple[Inputs, MainGrads]:
     """This rank's part of the parameters, everything in the dtypes of the computation, and the parameters' main_grads."""
+    if x.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"x is on {x.device}: must be on the CPU or a GPU")
     main_grads = (_main_grad(gate), _main_grad(up), _main_grad(down))
     x, gate, up, down = _autocast(x, _local(gate), _local(up), _local(down))
     if weights.dtype.is_floating_point:  # anything else is refused with all ranks
@@ -624,9 +626,14 @@ class MoE(nn.Module):
         weight = self.router.weight
         if x.dim() == 0 or x.shape[-1] != self.config.hidden_size:
             raise ValueError(f"x has shape {tuple(x.shape)}: must be [..., H] with H=hidden_size={self.config.hidden_size}")
-        self._check_dtypes(x)
+        self._check_loaded()
         if x.device != weight.device:
             raise ValueError(f"x is on {x.device}: must be on the device of the parameters, {weight.device}")
+        self._check_dtypes(x)
+
+    def _check_loaded(self) -> None:
+        if self.gate_EIH.is_meta or self.router.weight.is_meta:
+            raise ValueError("the layer is on meta: load its weights first (to_empty, load_state_dict(assign=True))")
 
     def _check_dtypes(self, x: Tensor) -> None:
         """x and the products' weights have one dtype (as autocast makes it); the router's and the output gate's are widened as x is."""
@@ -657,6 +664,7 @@ class MoE(nn.Module):
     ) -> Tensor:  # fmt: skip
         try:
             _check_tensors(x_TH=x_TH, ids_TK=ids_TK, weights_TK=weights_TK, shared=shared)
+            self._check_loaded()
             inputs, main_grads = _inputs(x_TH, ids_TK, weights_TK, self.gate_EIH, self.up_EIH, self.down_EHI)
         except Exception as error:
             self._refuse(error)
@@ -669,7 +677,9 @@ class MoE(nn.Module):
 
     def _refuse(self, error: Exception) -> NoReturn:
         """Raise it, whatever it is; on the CPU the other ranks hear of it."""
-        if self.router.weight.is_cuda:
+        weight, gate = self.router.weight, self.gate_EIH
+        for_gpu = weight.is_meta and isinstance(gate, DTensor) and gate.device_mesh.device_type != "cpu"
+        if weight.is_cuda or for_gpu:
             raise error
         self.group.refuse(error, self.tuning)
 

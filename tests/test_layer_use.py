@@ -130,6 +130,37 @@ def test_a_meta_layer_takes_weights_and_counts():
     assert_equal(layer.state_dict(), direct.state_dict())
 
 
+def test_meta_devices_are_named():
+    layer, x, ids = mok.MoE(CONFIG, device="meta"), torch.randn(9, 32), torch.zeros(9, 2, dtype=torch.int64)
+    message = re.escape("the layer is on meta: load its weights first (to_empty, load_state_dict(assign=True))")
+    for call in (lambda: layer(x), lambda: layer(x.to("meta")), lambda: layer.routed(x, ids, ids.float())):
+        with pytest.raises(ValueError, match=message):
+            call()
+    experts = [p.detach() for p in (layer.gate_EIH, layer.up_EIH, layer.down_EHI)]
+    with pytest.raises(ValueError, match="x is on meta: must be on the CPU or a GPU"):
+        mok.moe(x.to("meta"), ids.to("meta"), ids.float().to("meta"), *experts)
+    with pytest.raises(ValueError, match="gate_EIH is on meta: must be on the device of x, cpu"):
+        mok.moe(x, ids, ids.float(), *experts)
+
+
+def meta_layers(group):
+    """What ranks hear whose layers are all on meta, then all but one."""
+    layer, heard = mok.MoE(CONFIG, group, tuning=QUICK, device="meta"), []
+    for _ in range(2):
+        with pytest.raises(ValueError) as error:
+            layer(torch.randn(3, 32))
+        heard.append(str(error.value))
+        if host_fabric(group).rank > 0:
+            layer.to_empty(device="cpu").reset_parameters()
+    return heard
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_meta_layers_of_a_group_are_the_same_error_everywhere(kind):
+    heard = run_ranks(kind, meta_layers, 2)
+    assert heard[0] == heard[1] and all("rank 0: the layer is on meta" in message for message in heard[0])
+
+
 def weights_in_a_group(group):
     """Warnings of two layers built with other seeds, then what a meta layer makes of a state dict, assigned and copied."""
     with warnings.catch_warnings(record=True) as seen:
@@ -260,6 +291,16 @@ def one_odd_call(group, case, batch):
         elif case == "shared on another device":
             shared = torch.zeros(x.shape, device="meta" if odd else "cpu")
             mok.moe(x, ids, weights, *experts, shared=shared, num_experts=8, group=group, tuning=QUICK)
+        elif case == "x on meta":
+            layer(x[:, :32].to("meta" if odd else "cpu"))
+        elif case == "x on meta, given choices":
+            mok.moe(x.to("meta" if odd else "cpu"), ids, weights, *experts, num_experts=8, group=group, tuning=QUICK)
+        elif case == "x on meta, routed":
+            layer.routed(x[:, :32].to("meta" if odd else "cpu"), ids % 6, weights)
+        elif case == "layer on meta":
+            (layer.to("meta") if odd else layer)(x[:, :32])
+        elif case == "layer on meta, routed":
+            (layer.to("meta") if odd else layer).routed(x[:, :32], ids % 6, weights)
         elif case == "integers":
             layer(torch.ones(3, 32, dtype=torch.int64) if odd else x[:, :32])
         elif case == "main_grad":
@@ -272,7 +313,21 @@ def one_odd_call(group, case, batch):
     return first, step(group, batch)
 
 
-CASES = ["not a tensor", "no choices", "num_experts", "leading shape", "no weights", "shared on another device", "integers", "main_grad"]
+CASES = {
+    "not a tensor": "x=None: must be a tensor",
+    "no choices": "ids has shape",
+    "num_experts": "num_experts=None: must be given",
+    "leading shape": "ids has shape",
+    "no weights": "weights_TK: must be a tensor",
+    "shared on another device": "shared is on meta: must be on the device of x, cpu",
+    "x on meta": "x is on meta: must be on the device of the parameters, cpu",
+    "x on meta, given choices": "x is on meta: must be on the CPU or a GPU",
+    "x on meta, routed": "x is on meta: must be on the CPU or a GPU",
+    "layer on meta": "the layer is on meta: load its weights first",
+    "layer on meta, routed": "the layer is on meta: load its weights first",
+    "integers": "x has dtype torch.int64",
+    "main_grad": "up_EIH.main_grad is a list",
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -280,7 +335,7 @@ CASES = ["not a tensor", "no choices", "num_experts", "leading shape", "no weigh
 def test_whatever_one_rank_is_given_all_hear_of_it(kind, case):
     batch = Batch.random()
     results = run_ranks(kind, one_odd_call, 2, case, batch)
-    assert results[0][0] == results[1][0] and "rank 1: " in results[0][0][1]
+    assert results[0][0] == results[1][0] and f"rank 1: {CASES[case]}" in results[0][0][1]
     assert_equal(whole([again for _, again in results]), step(None, batch))
 
 
