@@ -276,8 +276,7 @@ class HostFabric(Fabric):
         for name in ("operation", *same):
             values = [note["operation"] if name == "operation" else note["request"][name] for note in call.notes]
             if any(value != values[0] for value in values):
-                listed = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
-                raise ValueError(f"{name} must be equal on all ranks of the group ({listed})")
+                raise ValueError(_disagreement(name, values))
 
     def _reserve(self, nbytes: int) -> _Arena:
         if self._arena is None or self._arena.bytes.numel() < nbytes:
@@ -295,6 +294,16 @@ class HostFabric(Fabric):
         self.closed = True
         self._arena, self._call = None, None
         self._peers = {}
+
+
+def _disagreement(name: str, values: list[Any]) -> str:
+    """What ranks are told that disagree on a field of their requests; "of" is the number of the forward call that a backward belongs to."""
+    if name == "of":
+        forwards = ["a compiled forward" if number is None else f"forward call {number}" for number in values]
+        listed = ", ".join(f"rank {rank} {'with' if rank else 'came with'} that of {forward}" for rank, forward in enumerate(forwards))
+        return f"all ranks must run backwards in the same order: {listed}"
+    listed = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
+    return f"{name} must be equal on all ranks of the group ({listed})"
 
 
 class Call:

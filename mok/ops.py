@@ -25,8 +25,8 @@ from mok.quantize import E4M3, MX_ROW, UNQUANTIZED, Quantized, Recipe, quantize,
 from mok.schedule import local_experts
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-SAME_ON_ALL_RANKS = (
-    "hidden", "intermediate", "top_k", "num_experts", "dtype", "clamp", "precision", "quantized_weight_gradients", "grad_enabled", "of",
+SAME_ON_ALL_RANKS = (  # the first that differs is named: backwards of other forwards may differ in anything
+    "of", "hidden", "intermediate", "top_k", "num_experts", "dtype", "clamp", "precision", "quantized_weight_gradients", "grad_enabled",
 )  # fmt: skip
 
 

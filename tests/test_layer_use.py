@@ -339,9 +339,10 @@ def test_whatever_one_rank_is_given_all_hear_of_it(kind, case):
     assert_equal(whole([again for _, again in results]), step(None, batch))
 
 
-def mixed_up_backward(group):
+def mixed_up_backward(group, intermediate_size):
     torch.manual_seed(0)
-    first, second = mok.MoE(CONFIG, group, tuning=QUICK), mok.MoE(CONFIG, group, tuning=QUICK)
+    other = dataclasses.replace(CONFIG, intermediate_size=intermediate_size)
+    first, second = mok.MoE(CONFIG, group, tuning=QUICK), mok.MoE(other, group, tuning=QUICK)
     x = torch.randn(5, 32)
     outs = [first(x), second(x)]
     if host_fabric(group).rank == 1:
@@ -353,10 +354,12 @@ def mixed_up_backward(group):
     return "accepted"
 
 
+@pytest.mark.parametrize("intermediate_size", [16, 24])
 @pytest.mark.parametrize("kind", KINDS)
-def test_backwards_of_different_forwards_do_not_mix(kind):
-    errors = set(run_ranks(kind, mixed_up_backward, 2))
-    assert len(errors) == 1 and "must be equal on all ranks" in errors.pop()
+def test_backwards_of_different_forwards_do_not_mix(kind, intermediate_size):
+    came = "rank 0 came with that of forward call 1, rank 1 with that of forward call 2"
+    errors = run_ranks(kind, mixed_up_backward, 2, intermediate_size)
+    assert errors == [f"all ranks must run backwards in the same order: {came}"] * 2
 
 
 def other_numbers(group):
