@@ -382,6 +382,8 @@ def create_workspace(
         TypeError, ValueError: naming the argument, its value and the rule; the same on every rank where ranks disagree on H or K.
     """
     _check_kind("config", config, MoKConfig)
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives those who are not in it
+        raise ValueError(f"group={group!r}: this process is not one of its ranks")
     if group is not None and not isinstance(group, dist.ProcessGroup | HostFabric):
         raise TypeError(f"group: must be a torch.distributed group, a virtual rank or None, not {type(group).__name__}")
     _check_int("num_local_tokens", num_local_tokens, 0)

@@ -115,6 +115,8 @@ class _Group:
         if mesh is not None and mesh.ndim != 1:
             raise ValueError(f"group={group!r}: a mesh must have one dimension, mesh['ep'] for instance")
         ranks = mesh.get_group() if mesh is not None else group
+        if isinstance(ranks, int) and ranks == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives those who are not in it
+            raise ValueError(f"group={group!r}: this process is not one of its ranks")
         if not isinstance(ranks, dist.ProcessGroup):
             raise TypeError(f"group={group!r}: must be a torch.distributed group, a mesh of one dimension, a virtual rank, or None")
         if dist.get_rank(ranks) < 0:

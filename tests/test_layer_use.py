@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import mok
-from mok import MoEConfig, Tuning
+from mok import MoEConfig, Tuning, functional
 from mok.fabric import host_fabric, run_virtual, virtual_ranks
 
 CONFIG = MoEConfig(
@@ -360,6 +360,32 @@ def test_backwards_of_different_forwards_do_not_mix(kind, intermediate_size):
     came = "rank 0 came with that of forward call 1, rank 1 with that of forward call 2"
     errors = run_ranks(kind, mixed_up_backward, 2, intermediate_size)
     assert errors == [f"all ranks must run backwards in the same order: {came}"] * 2
+
+
+def group_of_others(group):
+    ranks = torch.distributed.new_group([1])
+    calls = {
+        "layer": lambda: mok.MoE(CONFIG, ranks),
+        "choices": lambda: mok.moe(torch.ones(1, 2), torch.zeros(1, 1), torch.ones(1, 1), *[torch.ones(1, 2, 2)] * 3, group=ranks),
+        "functional": lambda: functional.create_workspace(
+            functional.MoKConfig(), group=ranks, device="cpu", num_local_tokens=4, hidden_size=16, topk=1
+        ),
+    }
+    if torch.distributed.get_rank() == 1:
+        return {}
+    return {name: raised_by(call) for name, call in calls.items()}
+
+
+def raised_by(call):
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def test_a_group_of_others_is_named():
+    heard = run_processes(group_of_others, 2)[0]
+    assert set(heard.values()) == {("ValueError", "group=-100: this process is not one of its ranks")}
 
 
 def other_numbers(group):
