@@ -222,7 +222,7 @@ class HostFabric(Fabric):
         with call:
             self._set(_ARRIVED, number)
             for rank in range(self.size):
-                call.wait_word(_ARRIVED, rank, "arrival", operation)
+                call.wait_word(_ARRIVED, rank, "arrival")
             call.notes = [self._read_note(rank, number % 2) for rank in range(self.size)]
         self._check_agreement(call, same)
         with call:
@@ -332,7 +332,7 @@ class Call:
         self.fabric._set(_FIRST_STATE + STATES.index(state), self.number)
 
     def wait(self, state: str, rank: int, task: str) -> None:
-        """Wait until `rank` has reached `state` in this call.
+        """Wait until `rank` has reached `state` in this call. task: what this rank is at, for the report.
 
         Raises:
             FabricError: naming rank, task, the number expected and the one found, when it took longer than timeout_s, the rank's process
@@ -342,39 +342,39 @@ class Call:
             self.fabric.before(f"wait {state}", self.number)
         self.wait_word(_FIRST_STATE + STATES.index(state), rank, state, task)
 
-    def wait_word(self, word: int, rank: int, what: str, task: str) -> None:
+    def wait_word(self, word: int, rank: int, what: str, task: str = "") -> None:
         words = self.fabric._words
         if words[rank][word] >= self.number:  # the quick way
             self.fabric._fence()
             return
         start = time.monotonic()
         look_again = start + 0.05
+        call = f"{self.operation} call {self.number}"
+        place = f"{task} of {call}" if task else call
         told_at: float | None = None
         while words[rank][word] < self.number:
             now = time.monotonic()
             for peer in range(self.size):
                 if words[peer][_ABORTED] >= self.number and peer != self.rank:
                     report = self.fabric._read_note(peer, 2)
-                    raise FabricError(f"rank {self.rank}, {task}: rank {peer} gave up: {report['message']}", report["ranks"])
+                    at = task or self.operation
+                    raise FabricError(f"rank {self.rank}, {at}: rank {peer} gave up: {report['message']}", report["ranks"])
             told = [peer for peer in range(self.size) if words[peer][_TOLD] == self.number > words[peer][_ARRIVED]]
             told_at = (told_at or now) if told else None
             if told_at is not None and now - told_at > patience(self.timeout_s):
                 raise FabricError(
                     f"rank {told[0]} did not come within {now - told_at:.1f} s after it was told that it was late for an earlier call: "
-                    f"rank {self.rank} waited in {task} of {self.operation} call {self.number} for the {what} of rank {rank}",
+                    f"rank {self.rank} waited in {place} for the {what} of rank {rank}",
                     told,
                 )
             if now > look_again:
                 look_again = now + 0.05
                 if not self.fabric._alive(rank) and words[rank][word] < self.number:
-                    raise FabricError(
-                        f"rank {rank} has ended: rank {self.rank} waited in {task} of {self.operation} call {self.number} for its {what}",
-                        [rank],
-                    )
+                    raise FabricError(f"rank {rank} has ended: rank {self.rank} waited in {place} for its {what}", [rank])
             if now - start > self.timeout_s:
                 raise FabricError(
-                    f"rank {rank} was not there within {self.timeout_s:g} s: rank {self.rank} waited in {task} of {self.operation} call "
-                    f"{self.number} for its {what} (expected {self.number}, found {words[rank][word]})",
+                    f"rank {rank} was not there within {self.timeout_s:g} s: rank {self.rank} waited in {place} for its {what} "
+                    f"(expected {self.number}, found {words[rank][word]})",
                     [rank],
                 )
             time.sleep(20e-6 if now - start < 0.002 else 200e-6)

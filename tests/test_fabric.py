@@ -51,6 +51,12 @@ def test_a_dead_rank_is_named_at_once(size, when):
             assert seconds < 10  # well before the limit of 30 s
 
 
+def test_a_report_names_the_call_once():
+    batch = Batch.random()
+    heard, _ = run_virtual(lambda fabric: outcome(fabric, batch) if fabric.rank == 0 else None, virtual_ranks(2))
+    assert heard[:2] == ("FabricError", "rank 1 has ended: rank 0 waited in forward call 1 for its arrival")
+
+
 def is_late(group, batch):
     fabric = host_fabric(group)
     step(group, batch)
