@@ -298,7 +298,9 @@ def moe(
         if num_experts is None:
             if ranks.size > 1:
                 raise ValueError("num_experts=None: must be given when the group has more than one rank")
-            num_experts = gate_EIH.shape[0]
+            num_experts = gate_EIH.shape[0] if gate_EIH.dim() else 1
+            if num_experts == 0:
+                raise ValueError(f"gate_EIH has shape {tuple(gate_EIH.shape)}: must hold at least 1 expert")
         else:
             _check_int("num_experts", num_experts, 1)
         if clamp is not None and (isinstance(clamp, bool) or not isinstance(clamp, numbers.Real)):

@@ -541,4 +541,8 @@ def test_what_is_no_number_is_named(wrong, kind, message):
     given = (x, ids, torch.ones(3, 1), gate, gate, gate.mT)
     with pytest.raises(kind, match=re.escape(message)):
         mok.moe(*given, **wrong)
+    with pytest.raises(ValueError, match=re.escape("gate_EIH has shape (0, 4, 8): must hold at least 1 expert")):
+        mok.moe(*given[:3], gate[:0], gate[:0], gate.mT[:0])
+    with pytest.raises(ValueError, match=re.escape("gate_EIH has shape (): must be (1, 'I', 8)")):
+        mok.moe(*given[:3], torch.ones(()), gate, gate.mT)
     assert torch.equal(mok.moe(*given, num_experts=np.int32(2), clamp=np.float32(1)), mok.moe(*given, num_experts=2, clamp=1))
