@@ -44,6 +44,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mok.config import _check_int
+
 STATES = ("published", "pushed")
 _ARRIVED, _ABORTED, _TOLD, _FIRST_STATE = 0, 1, 2, 3
 _WORDS = 64
@@ -419,10 +421,10 @@ def virtual_ranks(size: int) -> list[VirtualFabric]:
     """R virtual ranks of this process.
 
     Raises:
+        TypeError: size is no int.
         ValueError: size is below 1.
     """
-    if size < 1:
-        raise ValueError(f"size={size!r}: must be at least 1")
+    _check_int("size", size, 1)
     controls = [memoryview(bytearray(_CONTROL_BYTES)) for _ in range(size)]
     board: list[VirtualFabric] = []
     board.extend(VirtualFabric(rank, board, controls) for rank in range(size))

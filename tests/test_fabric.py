@@ -302,6 +302,12 @@ def test_regions_do_not_overlap():
     assert offsets == {"a": 0, "b": 256, "c": 256} and total == 512
 
 
+def test_a_wrong_number_of_virtual_ranks():
+    for wrong, kind, message in (("a", TypeError, "size='a': must be an int, not str"), (0, ValueError, "size=0: must be at least 1")):
+        with pytest.raises(kind, match=message):
+            virtual_ranks(wrong)
+
+
 def test_closing_twice_and_using_after():
     fabric = virtual_ranks(1)[0]
     step(fabric, Batch.random())
