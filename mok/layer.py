@@ -282,6 +282,7 @@ def moe(
     Raises:
         ValueError, TypeError: bad or disagreeing arguments; on the CPU the same on every rank, before anything is computed. On a GPU
             each rank checks shapes for itself, and an id out of range is reported by a later call, as nothing waits for the device.
+            Under torch.compile with fullgraph=True, shapes and dtypes that stop the trace are reported by it, on that rank alone.
         FabricError: a rank of the group did not come, died, or was too slow (`Tuning.timeout_s`); it says which.
     """
     ranks, given = _Group.of(group), tuning
