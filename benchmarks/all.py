@@ -89,12 +89,16 @@ class Results:
         return text if code == 0 else None
 
     def measure(self, name: str, path: Path | None, *command: str, gpu: int | None = None) -> dict[str, Any] | None:
-        """The document that a command wrote, which is also put in its place, if it has one."""
+        """The document that a command wrote, which is also put in its place, if it has one; of one that failed only if it has rows and says
+        what it left out."""
         made = self.logs / f"{name}.json"
         made.unlink(missing_ok=True)
-        if self.run(name, *command, "--out", str(made), *(["--commit", self.commit] if self.commit else []), gpu=gpu) is None:
+        text = self.run(name, *command, "--out", str(made), *(["--commit", self.commit] if self.commit else []), gpu=gpu)
+        if text is None and not made.exists():
             return None
         document: dict[str, Any] = {**json.loads(made.read_text()), "seconds": {name: self.seconds[name]}}
+        if text is None and not (document["rows"] and document.get("missing")):
+            return None
         if path:
             write(path, document)
         return document

@@ -45,6 +45,7 @@ from torch import Tensor
 from mok import executor
 from mok.bench import ranks, report
 from mok.bench.layers import Batch, Changes, CpuLayer, GpuLayer, default_device, layer_class, make_batch, make_experts, plan_with
+from mok.bench.limit import Limit
 from mok.bench.shapes import ONE_GPU, SEVERAL_GPUS, TINY, Shape, choose
 from mok.config import TILE_M
 from mok.quantize import Precision
@@ -672,7 +673,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", help="the Chrome trace to write")
     parser.add_argument("--png", help="the picture to write; needs matplotlib")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON instead of tables")
-    parser.add_argument("--limit", type=report.seconds, default=300.0, help="seconds after which all processes are ended")
+    parser.add_argument("--limit", type=report.seconds, default=300.0, help="seconds after which it ends, if nothing is traced by then")
     options = parser.parse_args(arguments)
     try:
         known = TINY if not cuda else SEVERAL_GPUS if options.ranks > 1 else ONE_GPU
@@ -690,7 +691,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ranks.launch("mok.trace", arguments, options.ranks, options.limit)
     rank, device = (0, default_device()) if not ranks.launched() else ranks.join(options.limit)[::2]
     directions = ("forward", "backward") if options.direction == "both" else (options.direction,)
-    lines = measure(shape, directions, options.plan, device, options.precision)
+    limit = Limit(math.inf if ranks.launched() else options.limit)  # ranks are ended from outside
+
+    def say_missing() -> None:
+        for of, why in limit.missing().items():
+            print(f"not traced: {of}: {why}", file=sys.stderr, flush=True)
+
+    lines: list[Timeline] = []
+    with limit.held(say_missing):
+        for _ in limit.each({name: shape}):
+            lines = measure(shape, directions, options.plan, device, options.precision)
+    if limit.left_out:
+        say_missing()
+        return 1
     if rank == 0:
         if options.out:
             Path(options.out).write_text(json.dumps(chrome(lines)))

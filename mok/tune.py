@@ -32,6 +32,7 @@ import argparse
 import datetime
 import functools
 import json
+import math
 import os
 import sys
 import warnings
@@ -419,6 +420,7 @@ def tune(key: Key, device: torch.device, num_sms: int, repeats: int, directions:
 def main(arguments: Sequence[str] | None = None) -> int:
     from mok.bench import ranks, report
     from mok.bench.layers import default_device
+    from mok.bench.limit import Limit
     from mok.bench.shapes import ONE_GPU, SEVERAL_GPUS, TINY, choose
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -431,7 +433,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=report.count, default=20)
     parser.add_argument("--out", type=Path, default=None, help="the file to write to; default: the user's cache")
     parser.add_argument("--json", action="store_true", help="print the entries as JSON instead of a table")
-    parser.add_argument("--limit", type=report.seconds, default=3000.0, help="seconds after which the processes of several ranks are ended")
+    parser.add_argument("--limit", type=report.seconds, default=3000.0, help="seconds after which it ends; shapes tuned by then are kept")
     options = parser.parse_args(arguments)
     known = TINY if not cuda else SEVERAL_GPUS if options.ranks > 1 else ONE_GPU
     directions = options.directions.split(",")
@@ -455,23 +457,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rank, size, device = ranks.join(options.limit) if ranks.launched() else (0, 1, default_device())
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
     say = (lambda line: print(line, file=sys.stderr, flush=True)) if rank == 0 else (lambda line: None)
-    entries = []
-    for name, shape in shapes.items():
-        key = Key(report.machine(), *shape, ep=size, precision=options.precision)
-        say(f"{name}: {shape}, {options.precision}")
-        entry = tune(key, device, num_sms, options.repeats, directions, say)
-        entries.append({"key": vars(key), **entry})
-        if rank == 0:
-            store(path, key, entry)
-    if rank == 0 and options.json:
-        print(json.dumps(entries, indent=1))
-    elif rank == 0:
-        headline = f"{report.headline()}, {size} ranks, {options.precision}; written to {path}"
-        report.print_table(headline, [_line(entry) for entry in entries])
-    sys.stdout.flush()
+    entries: list[dict[str, Any]] = []
+    limit = Limit(math.inf if ranks.launched() else options.limit)  # ranks are ended from outside
+
+    def show() -> None:
+        if options.json:
+            print(json.dumps(entries, indent=1))
+        elif entries:
+            headline = f"{report.headline()}, {size} ranks, {options.precision}; written to {path}"
+            report.print_table(headline, [_line(entry) for entry in entries])
+        sys.stdout.flush()
+        for name, why in limit.missing().items():
+            say(f"not tuned: {name}: {why}")
+
+    with limit.held(show):
+        for name, shape in limit.each(shapes):
+            key = Key(report.machine(), *shape, ep=size, precision=options.precision)
+            say(f"{name}: {shape}, {options.precision}")
+            entry = tune(key, device, num_sms, options.repeats, directions, say)
+            if rank == 0:
+                store(path, key, entry)
+            entries.append({"key": vars(key), **entry})
+    if rank == 0:
+        show()
     if ranks.launched():
         os._exit(0)  # whatever a library still holds open must not keep a rank alive
-    return 0
+    return int(bool(limit.left_out))
 
 
 def _line(entry: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from mok import executor, quantize, reference, tune
-from mok.bench import baselines, checks, comm, ep, layer, layers, overlap, plot, ranks, report, rivals, shapes, suites, timing
+from mok.bench import baselines, checks, comm, ep, layer, layers, limit, overlap, plot, ranks, report, rivals, shapes, suites, timing
 from mok.config import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,6 +85,15 @@ def test_all_commands_are_timed_and_end(everything):
     start = time.monotonic()
     assert results.run("long", "-c", "import time; time.sleep(300)", limit_s=1.0) is None and not results.done
     assert 1 <= results.seconds["long"] <= time.monotonic() - start < 60
+
+
+def test_all_keep_what_a_suite_had_at_its_limit(everything):
+    _, results = everything
+    for missing, kept in (({"b": "left out"}, True), (None, False)):
+        document = json.dumps(report.document([dict(shape="a")], missing=missing))
+        made = results.measure("cut", None, "-c", f"import sys; open(sys.argv[2], 'w').write({document!r}); sys.exit(1)")
+        assert not results.done and bool(made) == kept
+    assert results.measure("nothing", None, "-c", "raise SystemExit(1)") is None
 
 
 def test_all_files_are_made_of_what_the_commands_wrote(everything, monkeypatch, tmp_path):
@@ -205,7 +215,7 @@ def test_the_suite_minibatch_marks_waves_and_knee(one_thread, tmp_path, monkeypa
     monkeypatch.setattr(tune, "two_waves", lambda hidden, width, sms: 7)
     monkeypatch.setattr(tune, "heuristic", lambda hidden, width, sms: 50)
     monkeypatch.setattr(suites, "medians", lambda runs, repeats, warmup: {label: curve.get(label, 2.0) for label in runs})
-    rows = suites.minibatch_rows({"tiny": shapes.TINY["tiny"]}, 1, suites.Limit(60), {})
+    rows = list(suites.minibatch_rows({"tiny": shapes.TINY["tiny"]}, 1, suites.Limit(60), {}))
     assert [row["minibatch_tiles"] for row in rows] == [1, 2, 4, 6, 7, 8, 12, 16, 50]
     marks = {name: [row["minibatch_tiles"] for row in rows if row[name]] for name in ("two_waves", "heuristic", "knee")}
     assert marks == {"two_waves": [7], "heuristic": [50], "knee": [7]} and {row["knee_steps"] for row in rows} == {0}
@@ -266,7 +276,62 @@ def test_the_suite_scaling(one_thread, tmp_path, capsys):
 def test_a_suite_ends_at_its_limit(capsys):
     assert suites.main(["scaling", "--limit", "1e-9"]) == 1
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "not measured: tiny, T=32: left out: the suite's 1e-09 seconds were over", "no title of a table without lines"
+    assert said[0] == "not measured: tiny, T=32: left out: the limit of 1e-09 seconds was over", "no title of a table without lines"
+
+
+SLOW = "8192x256x128x16x4"
+
+
+def test_a_suite_ends_within_a_shape(one_thread, tmp_path, monkeypatch, capsys):
+    """What was measured before is shown and written, and the shape that was not is named."""
+    real = layer.measure
+
+    def slow(name, *given, **more):
+        if name == SLOW:
+            time.sleep(100)
+        return real(name, *given, **more)
+
+    monkeypatch.setattr(suites, "measure", slow)
+    before, start = signal.getsignal(signal.SIGALRM), time.monotonic()
+    out = tmp_path / "a.json"
+    assert suites.main(["layer", "--shapes", f"tiny,{SLOW}", "--repeats", "1", "--limit", "8", "--out", str(out)]) == 1
+    assert time.monotonic() - start < 8 + limit.GRACE_S and signal.getsignal(signal.SIGALRM) is before
+    written = json.loads(out.read_text())
+    why = "left out: the limit of 8 seconds was over"
+    assert {row["shape"] for row in written["rows"]} == {"tiny"} and written["missing"][SLOW] == why
+    assert f"not measured: {SLOW}: {why}" in capsys.readouterr().out
+
+
+def test_a_suite_ends_where_no_alarm_is_heard():
+    """As within one long call of a library: the other thread shows what there is, and ends the process."""
+    deaf = (
+        "import signal, sys, time; from mok.bench import suites, layer\n"
+        "def slow(name, *given, **more):\n"
+        "    if name == 'tiny': return layer.measure(name, *given, **more)\n"
+        "    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM]); time.sleep(100)\n"
+        "suites.measure = slow\n"
+        f"sys.exit(suites.main(['layer', '--shapes', 'tiny,{SLOW},96x32x48x8x1', '--repeats', '1', '--limit', '8']))"
+    )
+    start = time.monotonic()
+    done = run("-c", deaf, timeout=100, OMP_NUM_THREADS="1")
+    assert done.returncode == 1 and time.monotonic() - start < 60, done.stderr
+    assert "\ntiny " in done.stdout and "Traceback" not in done.stderr
+    assert [line.split(": ")[1] for line in done.stdout.splitlines() if "left out" in line] == [SLOW, "96x32x48x8x1"]
+
+
+def test_nothing_is_ended_before_the_limit():
+    """Nor afterwards; and a limit that is none is none."""
+    for seconds in (0.2, float("inf")):
+        of = limit.Limit(seconds)
+        with of.held(lambda: None):
+            assert list(of.each({"a": 1, "b": 2})) == [("a", 1), ("b", 2)]
+        time.sleep(0.3)
+        assert of.missing() == {}
+    of = limit.Limit(0.05)
+    with of.held(lambda: None):
+        for name, _ in of.each({"a": 1, "b": 2}):
+            time.sleep(5 if name == "b" else 0)
+    assert set(of.missing()) == {"b"}
 
 
 def test_a_wrong_layer_has_no_speed(one_thread, monkeypatch, capsys):

@@ -326,6 +326,14 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         assert result.exit_code == 2 and text in result.output, result.output
 
 
+def test_the_command_ends_at_its_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace, "measure", lambda *_: time.sleep(60))
+    start, out = time.monotonic(), tmp_path / "t.json"
+    result = CliRunner().invoke(cli.app, ["trace", "--shapes", "tiny", "--limit", "0.2", "--out", str(out)])
+    assert result.exit_code == 1 and time.monotonic() - start < 20 and not out.exists()
+    assert "not traced: tiny: left out: the limit of 0.2 seconds was over" in result.output
+
+
 def test_the_command_without_a_gpu(tmp_path):
     """Two processes: a summary of each rank and direction, a trace with arrows between them, a picture."""
     pytest.importorskip("matplotlib")

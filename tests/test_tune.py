@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+import time
 import tomllib
 import warnings
 from pathlib import Path
@@ -304,6 +305,23 @@ def test_the_command_on_this_machine(tmp_path, precision):
         assert set(entry["forward"]) == {"minibatch_tiles"} and entry["backward"] == {}
         assert tuned(Key(**entry["key"]), 0).forward == entry["forward"]
     assert "written to" in result.output and "T96 H32 I48 E8 K2" in result.output
+
+
+def test_a_shape_that_is_cut_off_is_not_stored(tmp_path, monkeypatch):
+    real = tune.tune
+
+    def slow(key, *given):
+        entry = real(key, *given)
+        if key.T == 128:
+            time.sleep(60)
+        return entry
+
+    monkeypatch.setattr(tune, "tune", slow)
+    start = time.monotonic()
+    result = CliRunner().invoke(cli.app, ["tune", "--repeats", "1", "--shapes", "tiny,128x32x48x4x4", "--limit", "6"])
+    assert result.exit_code == 1 and time.monotonic() - start < 20, result.output
+    assert "not tuned: 128x32x48x4x4: left out: the limit of 6 seconds was over" in result.output and "T96 H32" in result.output
+    assert [entry["key"]["T"] for entry in json.loads((tmp_path / "mok" / "tuned.json").read_text())["entries"]] == [96]
 
 
 def test_a_candidate_with_other_bits_is_refused(monkeypatch):

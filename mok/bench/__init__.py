@@ -7,7 +7,7 @@
     baselines.py  the same layer by torch and NCCL                rivals.py  other libraries, where installed
     checks.py     nearness to the definition                      timing.py  contestants take turns
     report.py     the written object: machine, sources, rows      ranks.py   one process per GPU, under a watchdog
-    warm.py       compiling in several processes
+    warm.py       compiling in several processes           limit.py   an end for a suite of one process
 """
 
 import os

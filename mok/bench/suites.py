@@ -9,7 +9,8 @@
     comm       rows and signals between two GPUs                               (mok/bench/comm.py)
 
 The first four run in this process; the others start one per rank, and take further options of their own. A suite that comes to its limit
-ends there, and says what it left out. Without a GPU they run on the CPU's executor, on tiny shapes.
+ends there, and says what it left out; the exit code is then 1, of several ranks 124. Without a GPU they run on the CPU's executor, on tiny
+shapes.
 
 Legend: T tokens of a rank, H hidden, I intermediate, E experts of all ranks, K choices per token, R ranks.
 """
@@ -21,7 +22,6 @@ import importlib.util
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -34,6 +34,7 @@ from mok.bench import plot, ranks, report
 from mok.bench.baselines import TorchLayer
 from mok.bench.layer import OneDevice, Row, measure
 from mok.bench.layers import default_device
+from mok.bench.limit import Limit
 from mok.bench.shapes import ONE_GPU, SLICE_RANKS, TINY, Shape, choose, slices
 from mok.bench.timing import medians
 from mok.bench.warm import warm
@@ -49,24 +50,6 @@ MINIBATCHES = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64)
 TOKENS = tuple(2**n for n in range(8, 18))
 SIMULATED = dict(T=TOKENS, K=(1, 2, 4, 6, 8, 10), E=(8, 32, 64, 128, 256, 512), R=(1, 2, 4, 8, 16, 32, 64))
 POINT = dict(T=8192, K=8, E=128, R=8)
-
-
-class Limit:
-    """Seconds that a suite may take; what it leaves out when they are over."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.start = seconds, time.monotonic()
-        self.left_out: list[str] = []
-
-    def left(self) -> float:
-        return self.seconds - (time.monotonic() - self.start)
-
-    def over(self, what: str) -> bool:
-        """Whether there is no time left for `what`, which is then noted."""
-        if self.left() > 0:
-            return False
-        self.left_out.append(what)
-        return True
 
 
 def _say(line: str) -> None:
@@ -87,12 +70,10 @@ def every_shape() -> dict[str, Shape]:
 
 def layer_rows(
     shapes: dict[str, Shape], repeats: int, limit: Limit, missing: dict[str, str], precision: Precision = "bf16"
-) -> list[Row]:  # fmt: skip
-    rows: list[Row] = []
+) -> Iterator[Row]:  # fmt: skip
+    points = limit.each(shapes)
     warm(shapes.values(), 0.5 * limit.seconds, precision=precision)
-    for name, shape in shapes.items():
-        if limit.over(name):
-            continue
+    for name, shape in points:
         try:
             found, lines, why = measure(name, shape, default_device(), repeats, precision=precision)
         except Exception as error:  # no speed of what is wrong
@@ -101,11 +82,10 @@ def layer_rows(
             continue
         finally:
             _free()
-        rows += found
+        yield from found
         missing |= why
         for line in lines:
             _say(line)
-    return rows
 
 
 # ---- minibatch ----
@@ -143,15 +123,12 @@ def minibatch_of(ms: dict[int, float], two_waves: int) -> tuple[int, int | None,
     return found, steps, f"the knee, at {found} tiles, is {where} two waves, which are {two_waves} tiles"
 
 
-def minibatch_rows(shapes: dict[str, Shape], repeats: int, limit: Limit, missing: dict[str, str]) -> list[Row]:
+def minibatch_rows(shapes: dict[str, Shape], repeats: int, limit: Limit, missing: dict[str, str]) -> Iterator[Row]:
     """Every size has the default's bits before it is timed. `two_waves` marks these exactly, `heuristic` what a layer takes that was not
     tuned, `knee` where the curve becomes flat, `knee_steps` is the number of measured sizes from two waves to there."""
-    rows: list[Row] = []
     device = default_device()
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
-    for name, shape in shapes.items():
-        if limit.over(name):
-            continue
+    for name, shape in limit.each(shapes):
         problem = OneDevice(shape, device)
         exact, chosen = tune.two_waves(shape.H, shape.I, sms), tune.heuristic(shape.H, shape.I, sms)
         tiles = shape.T * shape.K // TILE_M + shape.E
@@ -165,19 +142,16 @@ def minibatch_rows(shapes: dict[str, Shape], repeats: int, limit: Limit, missing
         at, steps, words = minibatch_of(ms, exact)
         for size in sizes:
             waves = round(size * tune.tasks_of_tile(shape.H, shape.I) / sms, 2) if sms else None
-            rows.append(
-                dict(
-                    suite="minibatch", shape=name, **shape._asdict(), ep=1, precision="bf16", direction="fwd", minibatch_tiles=size,
-                    minibatch=size * TILE_M, waves=waves, ms=round(ms[size], 4),
-                    tflops=round(6e-9 * shape.T * shape.K * shape.H * shape.I / ms[size], 1), two_waves=size == exact,
-                    heuristic=size == chosen, knee=size == at, knee_steps=steps,
-                )
+            yield dict(
+                suite="minibatch", shape=name, **shape._asdict(), ep=1, precision="bf16", direction="fwd", minibatch_tiles=size,
+                minibatch=size * TILE_M, waves=waves, ms=round(ms[size], 4),
+                tflops=round(6e-9 * shape.T * shape.K * shape.H * shape.I / ms[size], 1), two_waves=size == exact,
+                heuristic=size == chosen, knee=size == at, knee_steps=steps,
             )  # fmt: skip
         _say(f"{name}: " + ", ".join(f"{size} tiles {ms[size]:.3f} ms" for size in sizes))
         _say(f"{name}: {words}; the heuristic takes {chosen}, {ms[chosen] / min(ms.values()) - 1:.1%} slower than the fastest")
         del problem, runs
         _free()
-    return rows
 
 
 # ---- schedule ----
@@ -235,45 +209,39 @@ def schedule_points(device: torch.device) -> Iterator[tuple[str, dict[str, int]]
                 yield vary, {**point, "T": min(point["T"], 1024)}
 
 
-def schedule_rows(shapes: dict[str, Shape], repeats: int, limit: Limit, missing: dict[str, str]) -> list[Row]:
-    device, rows = default_device(), []
-    for vary, point in schedule_points(device):
-        label = f"{vary}={point[vary]}"
-        if limit.over(label):
-            continue
+def schedule_rows(shapes: dict[str, Shape], repeats: int, limit: Limit, missing: dict[str, str]) -> Iterator[Row]:
+    device = default_device()
+    points = {f"{vary}={point[vary]}": (vary, point) for vary, point in schedule_points(device)}
+    for label, (vary, point) in limit.each(points):
         tokens, top_k, experts, ranks = (point[name] for name in "TKER")
         on_cuda = device.type == "cuda"
         run, count = on_gpu(tokens, top_k, experts, ranks, device) if on_cuda else on_cpu(tokens, top_k, experts, ranks)
         us = 1e3 * medians({label: run}, repeats, warmup=2)[label]
-        rows.append(dict(suite="schedule", vary=vary, **point, rows=count, us=round(us, 2)))
+        yield dict(suite="schedule", vary=vary, **point, rows=count, us=round(us, 2))
         _say(f"{label}: {us:.1f} us for {count} rows")
-    return rows
 
 
 # ---- scaling ----
 
 
-def scaling_rows(shapes: dict[str, Shape], repeats: int, limit: Limit, missing: dict[str, str]) -> list[Row]:
-    rows: list[Row] = []
+def scaling_rows(shapes: dict[str, Shape], repeats: int, limit: Limit, missing: dict[str, str]) -> Iterator[Row]:
     device = default_device()
     tokens = TOKENS if device.type == "cuda" else (32, 256)
-    points = [(name, shape._replace(T=count)) for name, shape in shapes.items() for count in tokens]
-    warm([shape for _, shape in points], 0.4 * limit.seconds)
-    for name, shape in points:
-        if limit.over(f"{name}, T={shape.T}"):
-            continue
+    named = {f"{name}, T={count}": (name, shape._replace(T=count)) for name, shape in shapes.items() for count in tokens}
+    points = limit.each(named)
+    warm([shape for _, shape in named.values()], 0.4 * limit.seconds)
+    for label, (name, shape) in points:
         try:
             found, lines, why = measure(name, shape, device, repeats)
         except Exception as error:
-            missing[f"{name}, T={shape.T}"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            missing[label] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             continue
         finally:
             _free()
-        rows += [{**row, "suite": "scaling"} for row in found]
+        yield from ({**row, "suite": "scaling"} for row in found)
         missing |= why
         for line in lines:
             _say(line)
-    return rows
 
 
 # ---- tables ----
@@ -356,7 +324,8 @@ def _of_ranks(options: argparse.Namespace, more: Sequence[str]) -> tuple[int, di
         return code, json.loads(out.read_text()) if out.exists() else report.document([])
 
 
-def _in_process(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[str, Any]:
+def _in_process(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Run a suite in this process, and show what it makes until its limit."""
     if options.ranks not in (None, 1):
         parser.error(f"--ranks={options.ranks}: the suite {options.suite} runs on one device; overlap, ep and comm take ranks")
     known = every_shape() if torch.cuda.is_available() else TINY
@@ -366,12 +335,38 @@ def _in_process(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
     except ValueError as error:
         parser.error(str(error))
     limit = Limit(options.limit or LIMIT_S)
+    rows: list[Row] = []
     missing: dict[str, str] = {}
+
+    def show() -> int:
+        return _show(options, report.document(rows, options.commit, {**missing, **limit.missing()})) or int(bool(limit.left_out))
+
     _say(report.headline())
     of_suite: dict[str, Any] = {"precision": options.precision or "bf16"} if options.suite == "layer" else {}
-    rows = ROWS[options.suite](shapes, options.repeats or 20, limit, missing, **of_suite)
-    missing |= {name: f"left out: the suite's {limit.seconds:g} seconds were over" for name in limit.left_out}
-    return report.document(rows, options.commit, missing)
+    with limit.held(show):
+        for row in ROWS[options.suite](shapes, options.repeats or 20, limit, missing, **of_suite):
+            rows.append(row)
+    return show()
+
+
+def _show(options: argparse.Namespace, document: dict[str, Any], code: int = 0) -> int:
+    """Write, print and draw what a suite made -> the exit code. code: the suite's own."""
+    rows = document["rows"]
+    if code and not rows:
+        return code  # it has said why; what --out holds stays
+    if options.out:
+        Path(options.out).write_text(json.dumps(document, indent=1) + "\n")
+    if options.json:
+        print(json.dumps(document, indent=1))
+    else:
+        if rows:
+            report.print_table(f"{options.suite}: {report.headline()}", TABLES[options.suite](rows))
+        for name, why in document.get("missing", {}).items():
+            print(f"not measured: {name}: {why}")
+    sys.stdout.flush()
+    if options.plot and rows:
+        plot.draw(options.suite, rows, options.plot)
+    return code or int(not rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -396,27 +391,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plot and not importlib.util.find_spec("matplotlib"):
         parser.error(f"--plot={options.plot}: needs matplotlib, which is not installed")
     report.refuse_unwritable(parser, out=options.out, plot=options.plot)
-    code = 0
-    if options.suite in OF_RANKS:
-        code, document = _of_ranks(options, more)
-    else:
-        document = _in_process(parser, options)
-    rows = document["rows"]
-    if code and not rows:
-        return code  # it has said why; what --out holds stays
-    if options.out:
-        Path(options.out).write_text(json.dumps(document, indent=1) + "\n")
-    if options.json:
-        print(json.dumps(document, indent=1))
-    else:
-        if rows:
-            report.print_table(f"{options.suite}: {report.headline()}", TABLES[options.suite](rows))
-        for name, why in document.get("missing", {}).items():
-            print(f"not measured: {name}: {why}")
-    sys.stdout.flush()
-    if options.plot and rows:
-        plot.draw(options.suite, rows, options.plot)
-    return code or int(not rows)
+    if options.suite in IN_PROCESS:
+        return _in_process(parser, options)
+    code, document = _of_ranks(options, more)
+    return _show(options, document, code)
 
 
 if __name__ == "__main__":
