@@ -44,7 +44,18 @@ from torch import Tensor
 
 from mok import executor
 from mok.bench import ranks, report
-from mok.bench.layers import Batch, Changes, CpuLayer, GpuLayer, default_device, layer_class, make_batch, make_experts, plan_with
+from mok.bench.layers import (
+    Batch,
+    Changes,
+    CpuLayer,
+    GpuLayer,
+    default_device,
+    layer_class,
+    make_batch,
+    make_experts,
+    plan_option,
+    plan_with,
+)
 from mok.bench.limit import Limit
 from mok.bench.shapes import ONE_GPU, SEVERAL_GPUS, TINY, Shape, choose
 from mok.config import TILE_M
@@ -669,7 +680,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--direction", default="both", choices=("forward", "backward", "both"))
     parser.add_argument("--precision", default="bf16", choices=get_args(Precision), help="of the experts' products")
     parser.add_argument("--ranks", type=report.count, default=1, help="processes, one GPU each where there are GPUs; a launcher's wins")
-    parser.add_argument("--plan", type=json.loads, default={}, help="JSON: fields of ForwardPlan and BackwardPlan")
+    parser.add_argument("--plan", type=plan_option, default={}, help="JSON: changed fields of ForwardPlan and BackwardPlan")
     parser.add_argument("--out", help="the Chrome trace to write")
     parser.add_argument("--png", help="the picture to write; needs matplotlib")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON instead of tables")

@@ -593,6 +593,9 @@ def test_a_bad_option_is_named(capsys, monkeypatch):
         (comm.main, "--hidden=1000", "--hidden=1000: must be a multiple of 1024"),
         (ep.main, "--out=none/a.json", "--out=none/a.json: cannot be written"),
         (ep.main, "--ranks=-1", "--ranks: -1: must be at least 1"),
+        (ep.main, "--plans=x", "--plans: x: must be a JSON object, as '{\"small\": {\"minibatch_tiles\": 8}}'"),
+        (ep.main, '--plans={"parts": 8}', "must be a JSON object, as"),
+        (ep.main, '--plans={"a": {"foo": 8}}', "--plans: foo: no field of a plan; on this machine there are minibatch_tiles, ring_tiles"),
     ):
         with pytest.raises(SystemExit) as error:
             main([argument])

@@ -321,6 +321,10 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         (["--shapes=fine,qwen3-30b"], "one shape at a time"),
         (["--ranks=2"], "--ranks=2: there are 1 GPUs"),
         (["--direction=sideways"], "--direction"),
+        (["--plan=x"], "--plan: x: must be a JSON object, as '{\"minibatch_tiles\": 8}'"),
+        (["--plan=[1]"], "--plan: [1]: must be a JSON object"),
+        (['--plan={"foo": 1}'], "--plan: foo: no field of a plan; on this machine there are num_sms, minibatch_tiles, ring_tiles"),
+        (['--plan={"parts": "4"}'], '--plan: parts: "4": must be a whole number'),
     ):
         result = CliRunner().invoke(cli.app, ["trace", *arguments])
         assert result.exit_code == 2 and text in result.output, result.output

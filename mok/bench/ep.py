@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import os
 import sys
@@ -30,7 +29,7 @@ from torch import Tensor
 
 from mok.bench import checks, ranks, report, rivals
 from mok.bench.baselines import ExchangedLayer, dense_products
-from mok.bench.layers import NAMES, Batch, Changes, Turns, layer_class, make_batch, make_experts
+from mok.bench.layers import NAMES, Batch, Changes, Turns, layer_class, make_batch, make_experts, plans_option
 from mok.bench.shapes import SEVERAL_GPUS as SHAPES
 from mok.bench.shapes import TINY, Shape, choose
 from mok.bench.timing import medians
@@ -235,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=report.count, default=50)
     parser.add_argument("--saved", type=float, default=1.25, help="rows whose gate and up are saved, as a multiple of a balanced load")
     parser.add_argument("--padding", type=float, default=1.25, help="capacity of the padded baseline, likewise")
-    parser.add_argument("--plans", type=json.loads, default={}, help="JSON: name -> changed fields of ForwardPlan and BackwardPlan")
+    parser.add_argument("--plans", type=plans_option, default={}, help="JSON: name -> changed fields of ForwardPlan and BackwardPlan")
     parser.add_argument("--limit", type=report.seconds, default=570.0, help="seconds after which all processes are ended")
     parser.add_argument("--commit", default="", help="the commit measured, where there is no git repository")
     parser.add_argument("--out")

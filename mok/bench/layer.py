@@ -11,7 +11,6 @@ Legend: T tokens, H hidden, I intermediate, E experts, K choices per token, S wi
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from mok.bench import checks, report, rivals
 from mok.bench.baselines import TorchLayer, dense_products
-from mok.bench.layers import NAMES, Batch, Changes, Turns, default_device, layer_class, make_batch, make_experts
+from mok.bench.layers import NAMES, Batch, Changes, Turns, default_device, layer_class, make_batch, make_experts, plans_option
 from mok.bench.shapes import TINY, Shape, choose
 from mok.bench.timing import medians
 from mok.bench.warm import warm
@@ -330,7 +329,7 @@ def forward_main(shapes: dict[str, Shape], arguments: Sequence[str] | None = Non
         "--precision", choices=get_args(Precision), default="bf16",
         help="but bf16: weights are quantized beforehand; beside the same layer in bf16 and torch's in bf16",
     )  # fmt: skip
-    parser.add_argument("--plans", type=json.loads, default={}, help="JSON: name -> fields of ForwardPlan, timed besides")
+    parser.add_argument("--plans", type=plans_option, default={}, help="JSON: name -> fields of ForwardPlan, timed besides")
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     report.refuse_unwritable(parser, out=options.out)
     chosen, device, rows = _shapes(parser, options.shapes, shapes), default_device(), []
@@ -380,7 +379,7 @@ def other_backwards(problem: OneDevice, in_bf16: Any = None) -> dict[str, Callab
 
 def backward_main(shapes: dict[str, Shape], arguments: Sequence[str] | None = None) -> int:
     parser = _parser("benchmarks/backward.py", shapes, 50)
-    parser.add_argument("--plans", type=json.loads, default={}, help="JSON: name -> fields of BackwardPlan")
+    parser.add_argument("--plans", type=plans_option, default={}, help="JSON: name -> fields of BackwardPlan")
     parser.add_argument("--parts", action="store_true", help="time each gradient alone, too")
     parser.add_argument("--saved", type=float, default=1.0, help="share of the rows whose gate and up were saved")
     parser.add_argument(

@@ -6,7 +6,9 @@ shared experts.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -59,6 +61,51 @@ def plan_with(kind: Any, changes: Changes | None) -> Any:
     """A ForwardPlan or BackwardPlan with those of the changes that it has a field for."""
     names = {field.name for field in dataclasses.fields(kind)}
     return kind(**{name: value for name, value in (changes or {}).items() if name in names})
+
+
+def plan_fields() -> list[str]:
+    """Fields of ForwardPlan and BackwardPlan; without a GPU, those that the executor follows."""
+    if not torch.cuda.is_available():
+        return ["minibatch_tiles", "ring_tiles"]
+    from mok.kernels.launch import ForwardPlan
+    from mok.kernels.launch_backward import BackwardPlan
+
+    return list(dict.fromkeys(field.name for kind in (ForwardPlan, BackwardPlan) for field in dataclasses.fields(kind)))
+
+
+def _is_object(found: Any, text: str, example: str) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text}: must be a JSON object, as '{example}'")
+    return found
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _changes(found: dict[str, Any]) -> Changes:
+    fields = plan_fields()
+    for name, value in found.items():
+        if name not in fields:
+            raise argparse.ArgumentTypeError(f"{name}: no field of a plan; on this machine there are {', '.join(fields)}")
+        if not isinstance(value, int):
+            raise argparse.ArgumentTypeError(f"{name}: {json.dumps(value)}: must be a whole number, true or false")
+    return found
+
+
+def plan_option(text: str) -> Changes:
+    """An option's plan."""
+    return _changes(_is_object(_parsed(text), text, '{"minibatch_tiles": 8}'))
+
+
+def plans_option(text: str) -> dict[str, Changes]:
+    """An option's plans by label."""
+    example = '{"small": {"minibatch_tiles": 8}}'
+    found = _is_object(_parsed(text), text, example)
+    return {label: _changes(_is_object(changes, text, example)) for label, changes in found.items()}
 
 
 class GpuLayer:
