@@ -47,7 +47,7 @@ def test_layers_over_two_ranks(tmp_path, capsys):
     assert [row["direction"] for row in written["rows"]] == ["fwd", "bwd"]
     for row in written["rows"]:
         assert row["suite"] == "ep" and row["ep"] == 2 and set(row["baselines"]) == {"nccl", "nccl padded"}
-        assert row["ms"] > 0 or row["direction"] == "bwd", "on a CPU a backward is the difference of two times, here of one call each"
+        assert row["ms"] or row["direction"] == "bwd", "on a CPU a backward is the difference of two times, here of one call each"
     assert "best other" in capsys.readouterr().out
 
 
@@ -150,6 +150,39 @@ def test_the_suite_layer(one_thread, tmp_path, capsys):
     assert all(list(row)[: len(report.FORM)] == list(report.FORM) for row in rows) and rows[1]["cublas_tflops"] is None
     assert set(made["missing"]) == {"liger fused_moe", "sonic-moe", "DeepGEMM products", "DeepEP + torch"}
     assert "not importable" in made["missing"]["sonic-moe"]
+
+
+def test_small_rates_have_digits(one_thread, capsys):
+    assert suites.main(["layer", "--repeats", "1"]) == 0
+    said = capsys.readouterr()
+    assert " 0.0 " not in said.err and " 0.0 " not in said.out and "torch gather 0," not in said.err
+    assert [report.significant(value) for value in (561.234, 98.76, 1.2345, 0.00065432, 0.0)] == [561.2, 98.8, 1.23, 0.000654, 0.0]
+
+
+@pytest.mark.parametrize("whose", ["torch gather", "mok"])
+def test_a_backward_that_took_less_than_nothing_has_no_rate(one_thread, monkeypatch, tmp_path, capsys, whose):
+    """A step minus its forward, on a machine that does other things: null in rows, a dash in print."""
+    real = layer.medians
+
+    def noisy(contestants, *given, **more):
+        ms = dict.fromkeys(real(contestants, *given, **more), 1.0)
+        return {label: 0.5 if label == f"{whose} step" else 3.0 if label.endswith(" step") else value for label, value in ms.items()}
+
+    monkeypatch.setattr(layer, "medians", noisy)
+    out = tmp_path / "a"
+    assert suites.main(["layer", "--repeats", "1", "--out", f"{out}.json", "--plot", f"{out}.png"]) == 0
+    row = next(row for row in json.loads((tmp_path / "a.json").read_text())["rows"] if row["direction"] == "bwd")
+    of, other = row["baselines"]["torch gather"], row
+    if whose == "mok":
+        of, other = other, of
+    assert (of["ms"], of["tflops"]) == (None, None) and other["ms"] == 2.0 and other["tflops"] > 0 and row["ratio"] is None
+    said = capsys.readouterr()
+    assert "TFLOP/s, beside torch gather" in said.err and not any(f" -{digit}" in said.err + said.out for digit in range(10))
+    assert ("torch gather -," if whose != "mok" else ": - ms, - TFLOP/s") in said.err
+    ms = {"mok": 1.0, "alone": -1.0, "nccl": 2.0, "nccl padded": -2.0}
+    row = ep.row_of("tiny", shapes.TINY["tiny"], 2, "bwd", ms, ["nccl", "nccl padded"], 1.25)
+    assert row["alone_tflops"] is None and row["baselines"]["nccl padded"] == dict(ms=None, tflops=None) and row["ratio"] is None
+    assert "one GPU -, of which - are kept" in ep.line_of(row, 0.0) and suites.ep_table([row])[0]["ratio"] == "-"
 
 
 class Another(baselines.TorchLayer):

@@ -30,6 +30,7 @@ from torch import Tensor
 from mok.bench import checks, ranks, report, rivals
 from mok.bench.baselines import ExchangedLayer, dense_products
 from mok.bench.layers import NAMES, Batch, Changes, Turns, layer_class, make_batch, make_experts, plans_option
+from mok.bench.report import figure
 from mok.bench.shapes import SEVERAL_GPUS as SHAPES
 from mok.bench.shapes import TINY, Shape, choose
 from mok.bench.timing import medians
@@ -162,15 +163,15 @@ def row_of(
     precision: Precision = "bf16",
 ) -> dict[str, Any]:  # fmt: skip
     work = (6 if direction == "fwd" else 12) * shape.T * shape.K * shape.H * shape.I * 1e-9
-    best = min(ms[rival] for rival in others)
+    alone = report.speed(work, ms["alone"])
     row: dict[str, Any] = dict(
-        suite="ep", shape=name, **shape._asdict(), ep=size, precision=precision, direction=direction, ms=round(ms["mok"], 4),
-        tflops=round(work / ms["mok"], 1), alone_ms=round(ms["alone"], 4), alone_tflops=round(work / ms["alone"], 1),
-        baselines={rival: dict(ms=round(ms[rival], 4), tflops=round(work / ms[rival], 1)) for rival in others},
-        ratio=round(best / ms["mok"], 3),
+        suite="ep", shape=name, **shape._asdict(), ep=size, precision=precision, direction=direction,
+        **report.speed(work, ms["mok"]), alone_ms=alone["ms"], alone_tflops=alone["tflops"],
+        baselines={rival: report.speed(work, ms[rival]) for rival in others},
+        ratio=report.ratio(ms["mok"], [ms[rival] for rival in others]),
     )  # fmt: skip
     if direction == "fwd":
-        row["cublas_tflops"] = round(work / ms["cublas"], 1)
+        row["cublas_tflops"] = report.speed(work, ms["cublas"])["tflops"]
     else:
         row["saved"] = saved
     return row
@@ -178,11 +179,12 @@ def row_of(
 
 def line_of(row: dict[str, Any], error: float) -> str:
     shape = " ".join(f"{letter}{row[letter]}" for letter in "THIEK")
-    others = ", ".join(f"{name} {value['tflops']}" for name, value in row["baselines"].items())
-    cublas = f", cuBLAS {row['cublas_tflops']}" if "cublas_tflops" in row else ""
+    others = ", ".join(f"{name} {figure(value['tflops'])}" for name, value in row["baselines"].items())
+    cublas = f", cuBLAS {figure(row['cublas_tflops'])}" if "cublas_tflops" in row else ""
+    kept = figure(row["alone_ms"] / row["ms"] if row["alone_ms"] and row["ms"] else None, ".0%")
     return (
-        f"{row['shape']:14} {row['direction']} EP {row['ep']} {shape}: {row['ms']:.3f} ms, {row['tflops']} TFLOP/s per GPU, "
-        f"{row['ratio']:.2f} x the best of {others}; one GPU {row['alone_tflops']}, of which {row['alone_ms'] / row['ms']:.0%} are kept"
+        f"{row['shape']:14} {row['direction']} EP {row['ep']} {shape}: {figure(row['ms'], '.3f')} ms, {figure(row['tflops'])} TFLOP/s "
+        f"per GPU, {report.against(row)} {others}; one GPU {figure(row['alone_tflops'])}, of which {kept} are kept"
         f"{cublas}; same bits as one GPU, relative error {error:.1e}"
     )  # fmt: skip
 

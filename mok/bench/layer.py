@@ -21,6 +21,7 @@ from torch import Tensor
 from mok.bench import checks, report, rivals
 from mok.bench.baselines import TorchLayer, dense_products
 from mok.bench.layers import NAMES, Batch, Changes, Turns, default_device, layer_class, make_batch, make_experts, plans_option
+from mok.bench.report import figure
 from mok.bench.shapes import TINY, Shape, choose
 from mok.bench.timing import medians
 from mok.bench.warm import warm
@@ -119,26 +120,30 @@ def step_error(rival: TorchLayer, batch: Batch, gradients: Sequence[Tensor]) -> 
     return max(checks.relative_error(a, b) for a, b in zip(gradients, (d_x, d_weights, d_gate, d_up, d_down), strict=True))
 
 
+def _work(direction: str, shape: Shape) -> float:
+    """In 1e9."""
+    return (6 if direction == "fwd" else 12) * shape.T * shape.K * shape.H * shape.I * 1e-9
+
+
 def _row(name: str, shape: Shape, direction: str, ms: float, others: dict[str, float], precision: Precision = "bf16", **more: Any) -> Row:
     """others: milliseconds of those that `ratio` is against, the best of them."""
-    work = (6 if direction == "fwd" else 12) * shape.T * shape.K * shape.H * shape.I * 1e-9
+    work = _work(direction, shape)
     return dict(
-        suite="layer", shape=name, **shape._asdict(), ep=1, precision=precision, direction=direction, ms=round(ms, 4),
-        tflops=round(work / ms, 1), baselines={k: dict(ms=round(v, 4), tflops=round(work / v, 1)) for k, v in others.items()},
-        ratio=round(min(others.values()) / ms, 3), **more,
+        suite="layer", shape=name, **shape._asdict(), ep=1, precision=precision, direction=direction, **report.speed(work, ms),
+        baselines={label: report.speed(work, value) for label, value in others.items()}, ratio=report.ratio(ms, others.values()), **more,
     )  # fmt: skip
 
 
 def _line(row: Row, error: float, others: dict[str, float]) -> str:
     """others: milliseconds of other contestants."""
-    work = row["tflops"] * row["ms"]
+    work = _work(row["direction"], Shape(*(row[letter] for letter in "THIEK")))
     shape = " ".join(f"{letter}{row[letter]}" for letter in "THIEK")
-    rates = ", ".join(f"{name} {value['tflops']}" for name, value in row["baselines"].items())
-    cublas = f", cuBLAS {row['cublas_tflops']}" if "cublas_tflops" in row else ""
-    extra = "".join(f"; {label} {ms:.3f} ms {work / ms:.0f}" for label, ms in others.items())
+    rates = ", ".join(f"{name} {figure(value['tflops'])}" for name, value in row["baselines"].items())
+    cublas = f", cuBLAS {figure(row['cublas_tflops'])}" if "cublas_tflops" in row else ""
+    extra = "".join(f"; {label} {ms:.3f} ms {figure(report.speed(work, ms)['tflops'])}" for label, ms in others.items())
     return (
-        f"{row['shape']:16} {row['direction']} {shape}: {row['ms']:.3f} ms, {row['tflops']} TFLOP/s, {row['ratio']:.2f} x the best of "
-        f"{rates}{cublas}, relative error {error:.1e}{extra}"
+        f"{row['shape']:16} {row['direction']} {shape}: {figure(row['ms'], '.3f')} ms, {figure(row['tflops'])} TFLOP/s, "
+        f"{report.against(row)} {rates}{cublas}, relative error {error:.1e}{extra}"
     )  # fmt: skip
 
 
@@ -157,10 +162,10 @@ def forward_row(
     with torch.no_grad():
         ms = medians(runs, repeats, warmup)
     problem.layer.finish()
-    work = 6 * shape.T * shape.K * shape.H * shape.I * 1e-9
-    more = {"cublas_tflops": round(work / ms["cublas"], 1)}
+    work = _work("fwd", shape)
+    more: dict[str, Any] = {"cublas_tflops": report.speed(work, ms["cublas"])["tflops"]}
     if products:
-        more["products_tflops"] = {label: round(work / ms[label], 1) for label in products}  # type: ignore[assignment]
+        more["products_tflops"] = {label: report.speed(work, ms[label])["tflops"] for label in products}
     row = _row(name, shape, "fwd", ms["mok"], {rival.name: ms[rival.name] for rival in contestants}, problem.precision, **more)
     return row, _line(row, error, {label: ms[label] for label in (*plans, *products)})
 
@@ -206,8 +211,7 @@ def backward_row(
         ms[label.removesuffix(" step")] = ms.pop(label) - ms[label.removesuffix(" step")]
     more: dict[str, Any] = dict(saved=problem.saved)
     if others:
-        shape = problem.shape
-        more["others_tflops"] = {label: round(12 * shape.T * shape.K * shape.H * shape.I * 1e-9 / ms[label], 1) for label in others}
+        more["others_tflops"] = {label: report.speed(_work("bwd", problem.shape), ms[label])["tflops"] for label in others}
     row = _row(name, problem.shape, "bwd", ms["mok"], {rival.name: ms[rival.name] for rival in contestants}, problem.precision, **more)
     return row, _line(row, error, {label: ms[label] for label in extra}) + "".join(problems)
 

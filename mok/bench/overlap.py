@@ -179,8 +179,8 @@ def measure_shape(name: str, shape: Shape, device: torch.device, repeats: int) -
     exposed = ms["full"] - ms["alone"]
     work = 6 * shape.T * shape.K * shape.H * shape.I * 1e-9
     row = dict(
-        suite="overlap", shape=name, **shape._asdict(), ep=size, precision="bf16", direction="fwd", ms=round(ms["full"], 4),
-        tflops=round(work / ms["full"], 1), without={label: round(ms[label], 4) for label in VARIANTS if label != "full"},
+        suite="overlap", shape=name, **shape._asdict(), ep=size, precision="bf16", direction="fwd",
+        **report.speed(work, ms["full"]), without={label: round(ms[label], 4) for label in VARIANTS if label != "full"},
         exposed_dispatch_ms=round(ms["full"] - ms["no dispatch"], 4), exposed_combine_ms=round(ms["full"] - ms["no combine"], 4),
         exposed_ms=round(exposed, 4), hidden_ms=round(ms["moving"] - exposed, 4),
     )  # fmt: skip

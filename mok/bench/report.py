@@ -9,7 +9,7 @@ import importlib.metadata
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,34 @@ def document(rows: Sequence[dict[str, Any]], of_commit: str = "", missing: dict[
 
 def write(path: str | Path, rows: Sequence[dict[str, Any]], of_commit: str = "", missing: dict[str, str] | None = None) -> None:
     Path(path).write_text(json.dumps(document(rows, of_commit, missing), indent=1) + "\n")
+
+
+def significant(value: float) -> float:
+    """To one decimal, but at least three digits.
+
+    Example: 561.234 is 561.2, 0.00065432 is 0.000654.
+    """
+    return round(value, 1) if abs(value) >= 100 else float(f"{value:.3g}")
+
+
+def speed(work: float, ms: float) -> dict[str, float | None]:
+    """Milliseconds and the rate of so much work, in 1e9. None for a time that is not above 0, as a difference of two may be."""
+    return dict(ms=round(ms, 4), tflops=significant(work / ms)) if ms > 0 else dict(ms=None, tflops=None)
+
+
+def ratio(ms: float, others: Collection[float]) -> float | None:
+    """The best of the others to this one; None if any time is not above 0."""
+    return round(min(others) / ms, 3) if min(ms, *others) > 0 else None
+
+
+def figure(value: float | None, form: str = "g") -> str:
+    """A number to be printed; "-" for one that is not known."""
+    return "-" if value is None else format(value, form)
+
+
+def against(row: dict[str, Any]) -> str:
+    """What a row's line says before the others' rates."""
+    return "beside" if row["ratio"] is None else f"{row['ratio']:.2f} x the best of"
 
 
 def unwritable(path: str | Path) -> str:

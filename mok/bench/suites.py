@@ -35,6 +35,7 @@ from mok.bench.baselines import TorchLayer
 from mok.bench.layer import OneDevice, Row, measure
 from mok.bench.layers import default_device
 from mok.bench.limit import Limit
+from mok.bench.report import figure
 from mok.bench.shapes import ONE_GPU, SLICE_RANKS, TINY, Shape, choose, slices
 from mok.bench.timing import medians
 from mok.bench.warm import warm
@@ -144,8 +145,8 @@ def minibatch_rows(shapes: dict[str, Shape], repeats: int, limit: Limit, missing
             waves = round(size * tune.tasks_of_tile(shape.H, shape.I) / sms, 2) if sms else None
             yield dict(
                 suite="minibatch", shape=name, **shape._asdict(), ep=1, precision="bf16", direction="fwd", minibatch_tiles=size,
-                minibatch=size * TILE_M, waves=waves, ms=round(ms[size], 4),
-                tflops=round(6e-9 * shape.T * shape.K * shape.H * shape.I / ms[size], 1), two_waves=size == exact,
+                minibatch=size * TILE_M, waves=waves,
+                **report.speed(6e-9 * shape.T * shape.K * shape.H * shape.I, ms[size]), two_waves=size == exact,
                 heuristic=size == chosen, knee=size == at, knee_steps=steps,
             )  # fmt: skip
         _say(f"{name}: " + ", ".join(f"{size} tiles {ms[size]:.3f} ms" for size in sizes))
@@ -248,7 +249,15 @@ def scaling_rows(shapes: dict[str, Shape], repeats: int, limit: Limit, missing: 
 
 
 def _best(row: Row) -> str:
-    return max(row["baselines"], key=lambda name: row["baselines"][name]["tflops"])
+    return max(row["baselines"], key=lambda name: row["baselines"][name]["tflops"] or 0.0)
+
+
+def _of_best(row: Row) -> str:
+    return f"{figure(row['baselines'][_best(row)]['tflops'])} {_best(row)}"
+
+
+def _known(value: float | None) -> float | str:
+    return "-" if value is None else value
 
 
 def layer_table(rows: Sequence[Row]) -> list[Row]:
@@ -260,9 +269,8 @@ def layer_table(rows: Sequence[Row]) -> list[Row]:
         if way == "memory":
             line |= {"GiB": row["gib"], "at most": row["limit_gib"], "torch's": row["baselines"][TorchLayer.name]["gib"]}
         else:
-            of = row["baselines"][_best(row)]
-            line |= {f"{way} ms": row["ms"], f"{way} TFLOP/s": row["tflops"], f"{way} best other": f"{of['tflops']} {_best(row)}"}
-            line |= {f"{way} ratio": row["ratio"]}
+            line |= {f"{way} ms": _known(row["ms"]), f"{way} TFLOP/s": _known(row["tflops"]), f"{way} best other": _of_best(row)}
+            line |= {f"{way} ratio": _known(row["ratio"])}
     return list(lines.values())
 
 
@@ -275,8 +283,8 @@ def overlap_table(rows: Sequence[Row]) -> list[Row]:
 
 def ep_table(rows: Sequence[Row]) -> list[Row]:
     return [
-        {"shape": row["shape"], "EP": row["ep"], "": row["direction"], "ms": row["ms"], "TFLOP/s per GPU": row["tflops"],
-         "one GPU": row["alone_tflops"], "best other": f"{row['baselines'][_best(row)]['tflops']} {_best(row)}", "ratio": row["ratio"]}
+        {"shape": row["shape"], "EP": row["ep"], "": row["direction"], "ms": _known(row["ms"]), "TFLOP/s per GPU": _known(row["tflops"]),
+         "one GPU": _known(row["alone_tflops"]), "best other": _of_best(row), "ratio": _known(row["ratio"])}
         for row in rows
     ]  # fmt: skip
 
