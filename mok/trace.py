@@ -676,15 +676,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="mok trace", description=(__doc__ or "").partition("\n")[0])
     cuda = torch.cuda.is_available()
-    parser.add_argument("--shapes", default="qwen3-30b" if cuda else "tiny", help="one of `mok bench`'s, or TxHxIxExK")
-    parser.add_argument("--direction", default="both", choices=("forward", "backward", "both"))
-    parser.add_argument("--precision", default="bf16", choices=get_args(Precision), help="of the experts' products")
-    parser.add_argument("--ranks", type=report.count, default=1, help="processes, one GPU each where there are GPUs; a launcher's wins")
-    parser.add_argument("--plan", type=plan_option, default={}, help="JSON: changed fields of ForwardPlan and BackwardPlan")
+    names = ", ".join({**ONE_GPU, **SEVERAL_GPUS} if cuda else TINY)
+    parser.add_argument(
+        "--shapes", default="qwen3-30b" if cuda else "tiny", help=f"one of {names}, PRESET/RANKS, or TxHxIxExK. Default: %(default)s"
+    )
+    parser.add_argument("--direction", default="both", choices=("forward", "backward", "both"), help="what is traced. Default: both")
+    parser.add_argument("--precision", default="bf16", choices=get_args(Precision), help="of the experts' products. Default: bf16")
+    parser.add_argument(
+        "--ranks", type=report.count, default=1, help="processes, one GPU each where there are GPUs; a launcher's wins. Default: 1"
+    )
+    parser.add_argument("--plan", type=plan_option, default={}, help='JSON: changes to how the work is cut, as {"minibatch_tiles": 8}')
     parser.add_argument("--out", help="the Chrome trace to write")
     parser.add_argument("--png", help="the picture to write; needs matplotlib")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON instead of tables")
-    parser.add_argument("--limit", type=report.seconds, default=300.0, help="seconds after which it ends, if nothing is traced by then")
+    parser.add_argument("--limit", type=report.seconds, default=300.0, help="seconds after which it ends. Default: 300")
     options = parser.parse_args(arguments)
     try:
         known = TINY if not cuda else SEVERAL_GPUS if options.ranks > 1 else ONE_GPU

@@ -426,14 +426,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="mok tune", description=(__doc__ or "").partition("\n")[0])
     cuda = torch.cuda.is_available()
-    parser.add_argument("--shapes", default="", help="of `mok bench`, PRESET/RANKS, or TxHxIxExK; all of `mok bench`'s by default")
-    parser.add_argument("--precision", choices=get_args(Precision), default="bf16", help="of the experts' products")
-    parser.add_argument("--directions", default=",".join(DIRECTIONS))
-    parser.add_argument("--ranks", type=report.count, default=1, help="processes, one GPU each; a launcher's number wins")
-    parser.add_argument("--repeats", type=report.count, default=20)
-    parser.add_argument("--out", type=Path, default=None, help="the file to write to; default: the user's cache")
+    names = ", ".join({**ONE_GPU, **SEVERAL_GPUS, **TINY} if cuda else TINY)
+    all_of_them = "all for this number of GPUs" if cuda else "tiny"
+    parser.add_argument(
+        "--shapes", default="", help=f"some of {names}, PRESET/RANKS, or TxHxIxExK, with commas between them. Default: {all_of_them}"
+    )
+    parser.add_argument("--precision", choices=get_args(Precision), default="bf16", help="of the experts' products. Default: bf16")
+    parser.add_argument("--directions", default=",".join(DIRECTIONS), help="what is tuned, forward or backward. Default: %(default)s")
+    parser.add_argument("--ranks", type=report.count, default=1, help="processes, one GPU each; a launcher's number wins. Default: 1")
+    parser.add_argument("--repeats", type=report.count, default=20, help="timed calls of each candidate. Default: 20")
+    parser.add_argument("--out", type=Path, default=None, help="the file to write. Default: mok/tuned.json in $XDG_CACHE_HOME or ~/.cache")
     parser.add_argument("--json", action="store_true", help="print the entries as JSON instead of a table")
-    parser.add_argument("--limit", type=report.seconds, default=3000.0, help="seconds after which it ends; shapes tuned by then are kept")
+    parser.add_argument(
+        "--limit", type=report.seconds, default=3000.0, help="seconds after which it ends; shapes tuned by then are kept. Default: 3000"
+    )
     options = parser.parse_args(arguments)
     known = TINY if not cuda else SEVERAL_GPUS if options.ranks > 1 else ONE_GPU
     directions = options.directions.split(",")

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mok import executor, quantize, reference, tune
+from mok import executor, quantize, reference, trace, tune
 from mok.bench import baselines, checks, comm, ep, layer, layers, limit, overlap, plot, ranks, report, rivals, shapes, suites, timing
 from mok.config import PRESETS
 
@@ -394,6 +395,45 @@ def test_what_a_suite_refuses(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         suites.main(["layer", "--plot", "a.png"])
     assert "--plot=a.png: needs matplotlib" in capsys.readouterr().err
+
+
+def test_the_help_names_shapes_and_options(capsys):
+    """Those of the suites that start processes, too, and nothing of the sources."""
+
+    def help_of(main):
+        with pytest.raises(SystemExit) as error:
+            main(["--help"])
+        assert error.value.code == 0
+        return capsys.readouterr().out
+
+    said = help_of(suites.main)
+    for name in (*shapes.ONE_GPU, *shapes.SEVERAL_GPUS, *shapes.TINY, *PRESETS):
+        assert name in said
+    for main in (ep.main, comm.main, overlap.main):
+        assert {option for option in re.findall(r"--[a-z]+", help_of(main)) if option not in said} == set()
+    assert "ONE_GPU" not in said and ".py" not in said
+
+
+@pytest.mark.parametrize("main", [tune.main, trace.main])
+def test_every_option_has_a_text(main, capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = " ".join(capsys.readouterr().out.partition("options:")[2].split())
+    options = re.split(r" (?=--[a-z])", said)
+    for option in options[1:]:
+        assert len(option.split()) > 3, option
+        assert re.match(r"--(help|json|png|plan|out OUT the Chrome) ", option) or "Default: " in option, option
+
+
+def test_a_shape_that_needs_a_gpu_says_so(capsys, monkeypatch):
+    for main, *more in ((suites.main, "layer"), (trace.main,), (tune.main,)):
+        with pytest.raises(SystemExit) as error:
+            main([*more, "--shapes=qwen3-30b"])
+        assert error.value.code == 2
+        assert "--shapes=qwen3-30b: needs a GPU; here it must be some of tiny, PRESET/RANKS, or sizes TxHxIxExK" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match="--shapes=v4-flash: not for this number of GPUs; here it must be some of kimi"):
+        shapes.choose("v4-flash", shapes.ONE_GPU)
 
 
 def test_a_suite_of_ranks_gets_its_options(monkeypatch, capsys):

@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+import torch
+
 from mok.config import PRESETS
 from mok.schedule import experts_per_rank
 
@@ -76,5 +78,8 @@ def choose(names: str, known: dict[str, Shape]) -> dict[str, Shape]:
             local = experts_per_rank(of["num_experts"], int(ranks))
             chosen[name] = Shape(SLICE_TOKENS, of["hidden_size"], of["intermediate_size"], local, of["top_k"])
         else:
-            raise ValueError(f"--shapes={name}: must be some of {','.join(known)}, PRESET/RANKS, or sizes TxHxIxExK")
+            why = "must be"
+            if name in {**ONE_GPU, **SEVERAL_GPUS}:
+                why = f"{'not for this number of GPUs' if torch.cuda.is_available() else 'needs a GPU'}; here it must be"
+            raise ValueError(f"--shapes={name}: {why} some of {','.join(known)}, PRESET/RANKS, or sizes TxHxIxExK")
     return chosen

@@ -1,16 +1,22 @@
 """`mok bench`: a suite's rows as a table, as JSON, as a picture.
 
-    layer      forward, backward and memory of whole layers: the shapes of ONE_GPU, and what a rank of 8 and of 64 has of every preset
+    layer      forward, backward and memory of whole layers: every shape of one GPU, and what a rank of 8 and of 64 has of every preset
     minibatch  time against the rows of a minibatch; marks two waves of tasks, what the heuristic takes, and where the curve becomes flat
     schedule   time of the schedule against T, K, E, R, the other ranks of R being simulated on this device
     scaling    forward and backward against T, from 256 to 131072
-    overlap    the forward with dispatch, experts or combine left out          (mok/bench/overlap.py, also over several GPUs)
-    ep         whole layers over several GPUs                                  (mok/bench/ep.py)
-    comm       rows and signals between two GPUs                               (mok/bench/comm.py)
+    overlap    the forward with dispatch, experts or combine left out, on one GPU or several
+    ep         whole layers over several GPUs
+    comm       rows and signals between two GPUs
 
-The first four run in this process; the others start one per rank, and take further options of their own. A suite that comes to its limit
-ends there, and says what it left out; the exit code is then 1, of several ranks 124. Without a GPU they run on the CPU's executor, on tiny
-shapes.
+The first four run in this process; the others start one per rank. A suite that comes to its limit ends there, and says what it left out;
+the exit code is then 1, of several ranks 124. Without a GPU they run on the CPU's executor, on tiny shapes.
+
+Further options of ep:
+    --directions fwd,bwd    some of these                            --saved 1.25    rows whose gate and up are saved, times a balanced load
+    --plans JSON            plans to be timed besides, by label      --padding 1.25  capacity of the padded baseline, times a balanced load
+Further options of comm:
+    --parts pull,push,...   some of pull, push, latency, skew        --variants RE   only those whose names contain this
+    --programs 4,8,...      numbers of programs, on GPUs             --rows, --hidden   of a rank, and of a row; multiples of 128 and 1024
 
 Legend: T tokens of a rank, H hidden, I intermediate, E experts of all ranks, K choices per token, R ranks.
 """
@@ -22,6 +28,7 @@ import importlib.util
 import json
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -36,10 +43,10 @@ from mok.bench.layer import OneDevice, Row, measure
 from mok.bench.layers import default_device
 from mok.bench.limit import Limit
 from mok.bench.report import figure
-from mok.bench.shapes import ONE_GPU, SLICE_RANKS, TINY, Shape, choose, slices
+from mok.bench.shapes import ONE_GPU, SEVERAL_GPUS, SLICE_RANKS, TINY, Shape, choose, slices
 from mok.bench.timing import medians
 from mok.bench.warm import warm
-from mok.config import TILE_M
+from mok.config import PRESETS, TILE_M
 from mok.quantize import Precision
 from mok.schedule import Schedule, build_schedule, local_experts, sort_routes
 
@@ -311,6 +318,11 @@ TABLES: dict[str, Callable[[Sequence[Row]], list[Row]]] = {
     "schedule": _plain("vary", "T", "K", "E", "R", "rows", "us"),
 }  # fmt: skip
 ROWS = dict(layer=layer_rows, minibatch=minibatch_rows, schedule=schedule_rows, scaling=scaling_rows)
+SHAPES = f"""Shapes of one GPU: {", ".join(ONE_GPU)}
+Shapes of several: {", ".join(SEVERAL_GPUS)}
+Shapes that a CPU has, too: {", ".join(TINY)}; PRESET/RANKS, one rank's part of a preset; sizes TxHxIxExK
+{textwrap.fill("Presets: " + ", ".join(PRESETS), 140, break_on_hyphens=False)}
+"""
 DEFAULT_SHAPES = dict(minibatch="qwen3-30b,kimi-k2-slice", scaling="qwen3-30b", schedule="qwen3-30b")
 
 
@@ -379,14 +391,14 @@ def _show(options: argparse.Namespace, document: dict[str, Any], code: int = 0) 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="mok bench", description=(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="mok bench", description=f"{__doc__}\n{SHAPES}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("suite", choices=(*IN_PROCESS, *OF_RANKS))
-    parser.add_argument("--shapes", help="known ones, PRESET/RANKS, or TxHxIxExK; a suite's own by default")
-    parser.add_argument("--repeats", type=report.count, help="timed calls of each contestant")
-    parser.add_argument("--ranks", type=report.count, help="of overlap, ep and comm")
-    parser.add_argument("--precision", choices=get_args(Precision), help="of layer and ep: of the experts' products")
-    parser.add_argument("--limit", type=report.seconds, help=f"seconds; {LIMIT_S:g} by default")
+    parser.add_argument("--shapes", help="some of those above, with commas between them. Default: a suite's own, without a GPU tiny")
+    parser.add_argument("--repeats", type=report.count, help="timed calls of each contestant. Default: 20, 50 of ep")
+    parser.add_argument("--ranks", type=report.count, help="of overlap, ep and comm: processes, one GPU each. Default: 1, 2, 2")
+    parser.add_argument("--precision", choices=get_args(Precision), help="of layer and ep: of the experts' products. Default: bf16")
+    parser.add_argument("--limit", type=report.seconds, help=f"seconds after which it ends. Default: {LIMIT_S:g}, 570 of ep and comm")
     parser.add_argument("--json", action="store_true", help="print the rows as one JSON object instead of a table")
     parser.add_argument("--plot", metavar="PNG", help="the picture to write; needs matplotlib")
     parser.add_argument("--out", metavar="JSON", help="write the rows to a file, too")
