@@ -233,6 +233,6 @@ def table(made: Sequence[Converted], to: Precision) -> list[dict[str, Any]]:
             "weight": name if len(reports) > 1 else reports[0].name, "tensors": len(reports), "from": was, "to": to,
             "elements": sum(report.elements for report in reports), "changed": changed,
             "in tensors": sum(report.changed > 0 for report in reports),
-            "by up to": f"{worst.largest_error:.3g} of their value" if changed else "", "most in": worst.name if changed else "",
+            "by up to": worst.largest_change if changed else "", "most in": worst.name if changed else "",
         })  # fmt: skip
     return rows

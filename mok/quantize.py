@@ -318,10 +318,17 @@ class Conversion:
     changed: int
     largest_error: float
 
+    @property
+    def largest_change(self) -> str:
+        """The largest error in percent of the number that was there; 100 % is one that became 0."""
+        if self.largest_error == math.inf:
+            return "to NaN or Inf"
+        return "100 % (became 0)" if self.largest_error == 1 else f"{100 * self.largest_error:.3g} %"
+
     def __str__(self) -> str:
         if not self.changed:
             return f"{self.name}: all {self.elements} elements kept"
-        return f"{self.name}: {self.changed} of {self.elements} elements changed, by up to {self.largest_error:.3g} of their value"
+        return f"{self.name}: {self.changed} of {self.elements} elements changed, by up to {self.largest_change}"
 
 
 def convert(values: Tensor, scale: Tensor, to: WeightFormat, name: str = "weight") -> tuple[Quantized, Conversion]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from fractions import Fraction
@@ -350,7 +351,9 @@ def test_mxfp8_to_fp8_keeps_what_scales_allow():
             assert torch.equal(got[tile] == old[tile], scaled / step == torch.round(scaled / step))
     worst = ((got - old) / old)[old != got].abs().max().item()
     assert report.largest_error == worst
-    assert str(report) == f"gate: {report.changed} of {report.elements} elements changed, by up to {worst:.3g} of their value"
+    of = {error: dataclasses.replace(report, largest_error=error).largest_change for error in (1.0, 0.123456, 4.1e-5, math.inf)}
+    assert list(of.values()) == ["100 % (became 0)", "12.3 %", "0.0041 %", "to NaN or Inf"]
+    assert str(report) == f"gate: {report.changed} of {report.elements} elements changed, by up to {of.get(worst, f'{100 * worst:.3g} %')}"
     near = q.quantize(weight().clamp(-1, 1).sign() * torch.rand(256, 384).add(1), MX_ROW)  # 1 to 2 everywhere: scales differ by one step
     assert q.convert(*near, "fp8")[1].changed == 0
 
