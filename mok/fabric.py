@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import math
 import mmap
@@ -52,6 +53,7 @@ _WORDS = 64
 _NOTE_BYTES = 16 * 1024  # two request slots (calls alternate) and one abort report
 _CONTROL_BYTES = _WORDS * 8 + 3 * _NOTE_BYTES
 _ALIGNMENT = 256
+_AT_EXIT_S = 0.1  # of which a thread that wants the lock needs a moment
 
 
 def patience(timeout_s: float) -> float:
@@ -492,6 +494,17 @@ class _SharedFile:
         weakref.finalize(self, os.close, self._fd)
 
 
+@functools.cache
+def _wait_at_exit() -> None:
+    """Let gloo's threads have Python's lock for a moment before the interpreter ends.
+
+    They let go of a collective's tensors some time after it is done. One that asks for the lock when the interpreter has begun to end is
+    stopped by Python, inside a destructor, and the process dies ("terminate called without an active exception"; torch 2.13, a DeviceMesh
+    that is still there when the group is destroyed, an all-reduce shortly before the end: every third run).
+    """
+    atexit.register(time.sleep, _AT_EXIT_S)
+
+
 def _remove(path: str) -> None:
     with contextlib.suppress(OSError):
         os.unlink(path)
@@ -508,6 +521,7 @@ class ProcessFabric(HostFabric):
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         if self.rank < 0:
             raise ValueError(f"group={group!r}: this process is not one of its ranks")
+        _wait_at_exit()
         control = _SharedFile(_CONTROL_BYTES)
         self._own_files = [control]
         mine = (socket.gethostname(), _boot_id(), os.getpid(), control.path)

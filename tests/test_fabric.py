@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -333,3 +335,30 @@ def test_an_uncaught_error_ends_every_process_with_its_own_message():
         run_processes(fails, 3)
     kinds = {rank: kind for rank, (kind, _, _) in caught.value.errors.items()}
     assert kinds == {0: "FabricError", 1: "KeyError", 2: "FabricError"}
+
+
+LIVES = """
+import sys, torch, torch.distributed as dist
+from mok.fabric import host_fabric
+from torch.distributed.device_mesh import DeviceMesh
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", store=dist.FileStore(folder + "/meet", 2), rank=rank, world_size=2)
+mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+host_fabric(dist.group.WORLD)
+x = torch.ones(1000)
+for _ in range(10):
+    dist.all_reduce(x)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.thorough
+def test_processes_end_in_peace(tmp_path):
+    """Collectives shortly before the end, and a mesh that outlives its group: without `_wait_at_exit` every fourth run died of it."""
+    for turn in range(12):
+        (tmp_path / str(turn)).mkdir()
+        commands = [[sys.executable, "-c", LIVES, str(rank), str(tmp_path / str(turn))] for rank in range(2)]
+        processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+        for process in processes:
+            _, said = process.communicate(timeout=120)
+            assert process.returncode == 0, said
