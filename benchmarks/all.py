@@ -195,10 +195,9 @@ def trace_rows(summaries: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]
     """A row per kernel, its time that of the profiler; and which of them do not add up to it."""
     rows, problems, shape = [], [], ONE_GPU[TRACED]
     for about in summaries:
-        forward, us = about["direction"] == "forward", about["kernel_us"]
-        work = (6 if forward else 12) * shape.T * shape.K * shape.H * shape.I * 1e-9
-        row = dict(suite="trace", shape=TRACED, **shape._asdict(), ep=1, precision="bf16", direction="fwd" if forward else "bwd")
-        row |= dict(ms=round(1e-3 * us, 4), tflops=round(1e3 * work / us, 1)) if us else {}
+        direction, us = "fwd" if about["direction"] == "forward" else "bwd", about["kernel_us"]
+        row = dict(suite="trace", shape=TRACED, **shape._asdict(), ep=1, precision="bf16", direction=direction)
+        row |= dict(ms=round(1e-3 * us, 4), tflops=round(1e3 * shape.gflop(direction) / us, 1)) if us else {}
         rows.append(row | {name: value for name, value in about.items() if name != "direction"})
         if us is None or not abs(about["accounted"] - 1) <= MOST_OFF:
             problems.append(f"{about['direction']}: the shares add up to {about['accounted']:.1%} of {us} us")

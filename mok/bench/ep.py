@@ -162,7 +162,7 @@ def row_of(
     name: str, shape: Shape, size: int, direction: str, ms: dict[str, float], others: Sequence[str], saved: float,
     precision: Precision = "bf16",
 ) -> dict[str, Any]:  # fmt: skip
-    work = (6 if direction == "fwd" else 12) * shape.T * shape.K * shape.H * shape.I * 1e-9
+    work = shape.gflop(direction)
     alone = report.speed(work, ms["alone"])
     row: dict[str, Any] = dict(
         suite="ep", shape=name, **shape._asdict(), ep=size, precision=precision, direction=direction,

@@ -120,14 +120,9 @@ def step_error(rival: TorchLayer, batch: Batch, gradients: Sequence[Tensor]) -> 
     return max(checks.relative_error(a, b) for a, b in zip(gradients, (d_x, d_weights, d_gate, d_up, d_down), strict=True))
 
 
-def _work(direction: str, shape: Shape) -> float:
-    """In 1e9."""
-    return (6 if direction == "fwd" else 12) * shape.T * shape.K * shape.H * shape.I * 1e-9
-
-
 def _row(name: str, shape: Shape, direction: str, ms: float, others: dict[str, float], precision: Precision = "bf16", **more: Any) -> Row:
     """others: milliseconds of those that `ratio` is against, the best of them."""
-    work = _work(direction, shape)
+    work = shape.gflop(direction)
     return dict(
         suite="layer", shape=name, **shape._asdict(), ep=1, precision=precision, direction=direction, **report.speed(work, ms),
         baselines={label: report.speed(work, value) for label, value in others.items()}, ratio=report.ratio(ms, others.values()), **more,
@@ -136,7 +131,7 @@ def _row(name: str, shape: Shape, direction: str, ms: float, others: dict[str, f
 
 def _line(row: Row, error: float, others: dict[str, float]) -> str:
     """others: milliseconds of other contestants."""
-    work = _work(row["direction"], Shape(*(row[letter] for letter in "THIEK")))
+    work = Shape(*(row[letter] for letter in "THIEK")).gflop(row["direction"])
     shape = " ".join(f"{letter}{row[letter]}" for letter in "THIEK")
     rates = ", ".join(f"{name} {figure(value['tflops'])}" for name, value in row["baselines"].items())
     cublas = f", cuBLAS {figure(row['cublas_tflops'])}" if "cublas_tflops" in row else ""
@@ -162,7 +157,7 @@ def forward_row(
     with torch.no_grad():
         ms = medians(runs, repeats, warmup)
     problem.layer.finish()
-    work = _work("fwd", shape)
+    work = shape.gflop("fwd")
     more: dict[str, Any] = {"cublas_tflops": report.speed(work, ms["cublas"])["tflops"]}
     if products:
         more["products_tflops"] = {label: report.speed(work, ms[label])["tflops"] for label in products}
@@ -211,7 +206,7 @@ def backward_row(
         ms[label.removesuffix(" step")] = ms.pop(label) - ms[label.removesuffix(" step")]
     more: dict[str, Any] = dict(saved=problem.saved)
     if others:
-        more["others_tflops"] = {label: report.speed(_work("bwd", problem.shape), ms[label])["tflops"] for label in others}
+        more["others_tflops"] = {label: report.speed(problem.shape.gflop("bwd"), ms[label])["tflops"] for label in others}
     row = _row(name, problem.shape, "bwd", ms["mok"], {rival.name: ms[rival.name] for rival in contestants}, problem.precision, **more)
     return row, _line(row, error, {label: ms[label] for label in extra}) + "".join(problems)
 

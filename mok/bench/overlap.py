@@ -177,7 +177,7 @@ def measure_shape(name: str, shape: Shape, device: torch.device, repeats: int) -
     ms = ranks.slowest(medians(runs, repeats, warmup=3, align=dist.barrier), device)
     layer.finish()
     exposed = ms["full"] - ms["alone"]
-    work = 6 * shape.T * shape.K * shape.H * shape.I * 1e-9
+    work = shape.gflop("fwd")
     row = dict(
         suite="overlap", shape=name, **shape._asdict(), ep=size, precision="bf16", direction="fwd",
         **report.speed(work, ms["full"]), without={label: round(ms[label], 4) for label in VARIANTS if label != "full"},

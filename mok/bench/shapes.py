@@ -27,6 +27,10 @@ class Shape(NamedTuple):
     def __str__(self) -> str:
         return " ".join(f"{name}{value}" for name, value in self._asdict().items())
 
+    def gflop(self, direction: str) -> float:
+        """1e9 floating-point operations of a layer's products, "fwd" or "bwd"; over milliseconds they are TFLOP/s."""
+        return (6 if direction == "fwd" else 12) * self.T * self.K * self.H * self.I * 1e-9
+
 
 ONE_GPU = {
     "kimi-k2-slice": Shape(2048, 7168, 2048, 12, 8),

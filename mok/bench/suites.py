@@ -153,7 +153,7 @@ def minibatch_rows(shapes: dict[str, Shape], repeats: int, limit: Limit, missing
             yield dict(
                 suite="minibatch", shape=name, **shape._asdict(), ep=1, precision="bf16", direction="fwd", minibatch_tiles=size,
                 minibatch=size * TILE_M, waves=waves,
-                **report.speed(6e-9 * shape.T * shape.K * shape.H * shape.I, ms[size]), two_waves=size == exact,
+                **report.speed(shape.gflop("fwd"), ms[size]), two_waves=size == exact,
                 heuristic=size == chosen, knee=size == at, knee_steps=steps,
             )  # fmt: skip
         _say(f"{name}: " + ", ".join(f"{size} tiles {ms[size]:.3f} ms" for size in sizes))
