@@ -3,7 +3,7 @@
     layer    forward, backward and memory of whole layers on one GPU              -> h200-layer.json
     formats  the same layers in FP8 and MXFP8                                     -> h200-formats.json
     presets  what a rank of 8 and of 64 has of every preset, by `mok bench layer` -> h200-presets.json
-    suites   minibatch, schedule, scaling, overlap on one GPU                     -> h200-minibatch.json, ...
+    suites   minibatch, schedule, scaling, overlap, comm on one GPU               -> h200-minibatch.json, ...
     ranks    rows, signals and whole layers over all GPUs, if there are several   -> h200x2-comm.json, h200x2-ep.json, h200x2-overlap.json
     trace    what the multiprocessors did when, of kimi-k2-slice                  -> h200-trace.json, h200-trace.png
     train    tokens per second beside torch's layer, and the digests of one and of all GPUs  -> h200-train.json
@@ -45,7 +45,8 @@ LIMIT_S = 170.0  # of a suite, which then names what it left out
 MOST_S = 600.0  # of any command
 CURVES_S = 1800.0  # but this one
 PARTS = ("layer", "formats", "presets", "suites", "ranks", "trace", "train", "curves")
-SUITES = ("minibatch", "schedule", "scaling", "overlap")
+SUITES = ("comm", "scaling", "overlap", "minibatch", "schedule")
+ONE_RANK = {"comm": ("--ranks", "1")}  # where it would take two
 
 
 class Results:
@@ -140,7 +141,9 @@ JOBS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "layer": {"backward": BACKWARD, "forward": FORWARD},
     "presets": of_presets(),
-    "suites": {suite: ("-m", "mok.bench.suites", suite, "--limit", f"{LIMIT_S:g}") for suite in SUITES},
+    "suites": {
+        suite: ("-m", "mok.bench.suites", suite, "--limit", f"{LIMIT_S:g}", *ONE_RANK.get(suite, ())) for suite in SUITES
+    },
 }  # fmt: skip
 """What one GPU runs, by part; about the longest first."""
 SHARED = ("benchmarks/layer.py", "--shared", "--shapes", "kimi-k2-slice")

@@ -45,6 +45,16 @@ def flags(remote: bool, ranks: list[int]) -> list[int]:
     return [int(word) for word in words]
 
 
+def flags_within() -> list[int]:
+    """The same of two programs of one rank."""
+    flag, gave_up = torch.zeros(2 * comm.FLAG_WORDS, dtype=torch.int32).share_memory_(), torch.zeros(1, dtype=torch.int32).share_memory_()
+    run_concurrently(
+        comm_kernels.ping_pong_within_kernel, 2,
+        [dict(flag_ptrs=torch.tensor([flag.data_ptr()]), gave_up_ptr=gave_up, base=0, count=3, limit=1_000_000, WORDS=comm.FLAG_WORDS)],
+    )  # fmt: skip
+    return [*flag.nonzero()[:, 0].tolist(), *flag[flag > 0].tolist(), int(gave_up)]
+
+
 def main() -> None:
     patch_once()
     layout = [Region("control", (64,), torch.int32), Region("x", (T, H), torch.bfloat16), Region("slots", (2 * T, H), torch.bfloat16)]
@@ -64,7 +74,7 @@ def main() -> None:
                 found[f"{variant.name}, {routing.name}"] = problems
     broken = links[0].problem(comm.Variant("nothing", "ld", {}, 8, True), comm.ALL_REMOTE, lambda: None)
     turns = {f"{remote} {ranks}": flags(remote, ranks) for remote in (False, True) for ranks in ([0, 1], [0])}
-    print(json.dumps(dict(found=found, broken=broken, turns=turns)))
+    print(json.dumps(dict(found=found, broken=broken, turns=turns, within=flags_within())))
 
 
 if __name__ == "__main__":

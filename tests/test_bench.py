@@ -697,6 +697,7 @@ def test_every_way_moves_the_right_rows():
     assert "rows of rank 1 are wrong" in answer["broken"]
     assert sum(", one rank" in name for name in answer["found"]) >= 5
     both = [3, 3, 0]  # what the two flags were raised to, and the waits that were given up
+    assert answer["within"] == [0, 64, 3, 3, 0], "where the flags are, what they were raised to, and no wait given up"
     assert answer["turns"] == {"False [0, 1]": both, "True [0, 1]": both, "False [0]": [0, 3, 3], "True [0]": [3, 0, 3]}
 
 
@@ -727,6 +728,16 @@ def test_comm_over_the_cpus_fabric(tmp_path, capsys):
     us = {row["variant"]: row["us"] for row in rows if "us" in row}
     assert set(us) == {"barrier", "barrier and a signal", comm.PUSHED, comm.POLLED, "publish 256 tokens"} and min(us.values()) > 0
     assert "hot expert" in capsys.readouterr().out and Path(files[1]).stat().st_size > 10_000
+
+
+def test_comm_of_one_rank(tmp_path, capfd):
+    """Rows in its own memory; there is no link that they cross, and nothing to skew."""
+    out = str(tmp_path / "a.json")
+    assert suites.main(["comm", "--ranks", "1", "--rows", "256", "--hidden", "1024", "--limit", "120", "--out", out]) == 0
+    rows = json.loads(Path(out).read_text())["rows"]
+    assert {row["variant"]: row["share"] for row in rows if "gbs" in row} == dict.fromkeys(("executor's dispatch", "executor's push", "copy"), 0)
+    assert {row["variant"] for row in rows if "us" in row} == {"barrier", "barrier and a signal", "publish 256 tokens"}
+    assert {row["ep"] for row in rows} == {1} and "none are skewed" in capfd.readouterr().err
 
 
 def test_comm_times_no_wrong_rows(tmp_path, monkeypatch, capsys):
@@ -793,8 +804,8 @@ def test_the_checks_find_one_wrong_token_and_one_wrong_gradient():
 def test_contestants_take_turns():
     order = []
     contestants = {name: lambda name=name: order.append(name) for name in "ab"}
-    ms = timing.medians(contestants, 4, warmup=1, round_of=2, align=lambda: order.append("|"))
-    assert "".join(order) == "ab" + "|aaa|bbb" * 2
+    ms = timing.medians(contestants, 6, warmup=1, round_of=2, align=lambda: order.append("|"))
+    assert "".join(order) == "ab" + "|aaa|bbb|bbb|aaa|aaa|bbb", "every second round the other way"
     assert set(ms) == {"a", "b"} and all(value >= 0 for value in ms.values())
 
 

@@ -1,4 +1,4 @@
-"""Rows and signals between two GPUs: how fast each way of moving rows is, by the number of programs that do it, and what signals cost.
+"""Rows and signals between two GPUs, or within one: how fast each way of moving rows is, by the number of programs, and what signals cost.
 
     python -m mok.bench.comm --ranks 2 [--parts pull,push,skew,latency] [--variants tma] [--programs 8,24] [--out results.json]
 
@@ -12,6 +12,9 @@ most. Some of the rows are the rank's own; or each rank has T / R rows for rank 
 expert of rank 0's and the others for all ranks' alike. Rank 0 then pulls rows from all ranks, or pushes them to all.
 
 A flag is raised in the peer's memory, where the peer polls it (as the layer's signals are), or in one's own, polled over the link.
+
+With one rank (--ranks 1, the default where there is one GPU) the rows lie in its own memory, in the same random order, no routing is
+skewed, and the two ends of a flag are two programs of the GPU.
 
 Legend: T rows of a rank, H hidden, R ranks.
 """
@@ -143,6 +146,9 @@ def make_rows(rows: int, hidden: int, rank: int, device: torch.device) -> Tensor
     return torch.randn(rows, hidden, generator=g, device=device).bfloat16()
 
 
+FLAG_WORDS = 64  # from a rank's flag to the second one, which another program has where there is no other rank
+
+
 class Link:
     """This rank's end: peer-visible rows, slots and flags."""
 
@@ -154,14 +160,17 @@ class Link:
         self.rows, self.hidden = rows, hidden
         layout = [
             Region("control", (memory.FLAGS + self.size,), torch.int32),
-            Region("flag", (1,), torch.int32),
+            Region("flag", (2 * FLAG_WORDS,), torch.int32),
             Region("x", (rows, hidden), torch.bfloat16),
             Region("slots", (self.size * rows, hidden), torch.bfloat16),  # rank r writes to slots r * T + index
         ]
         assert dist.group.WORLD is not None
-        self.memory = memory.symmetric_memory(layout, dist.group.WORLD, device)
+        alone = self.size == 1
+        self.memory = memory.virtual_memory(layout, 1, device)[0] if alone else memory.symmetric_memory(layout, dist.group.WORLD, device)
         self.x, self.slots = self.memory.own["x"], self.memory.own["slots"]
-        self.peer_x, self.peer_slots = (self.memory.handle.region(name, self.peer) for name in ("x", "slots"))
+        self.peer_x, self.peer_slots = (
+            self.memory.own[name] if alone else self.memory.handle.region(name, self.peer) for name in ("x", "slots")
+        )
         self.x.copy_(make_rows(rows, hidden, self.rank, device))
         self.out = torch.empty(rows, hidden, dtype=torch.bfloat16, device=device)
         self.flag = 0
@@ -305,7 +314,7 @@ def measure_rows(link: Link, variants: Sequence[Variant], routings: Sequence[Rou
             ms = link.time(runs)
             rate = {int(count): round(gigabytes / (value * 1e-3), 1) for count, value in ms.items()}
             say(f"{name:34} " + "  ".join(f"{count}: {value:5.1f}" for count, value in rate.items()))
-            share = routing.share if routing.to_rank_0 is None else (link.size - 1) / link.size
+            share = routing.share if routing.to_rank_0 is None and link.size > 1 else (link.size - 1) / link.size
             row = dict(suite="comm", variant=variant.name, share=share, gbs=rate, T=link.rows, H=link.hidden, ep=link.size)
             rows.append(row | ({"routing": routing.name} if routing.to_rank_0 is not None else {}))
     return rows
@@ -318,20 +327,21 @@ def measure_copies(link: Link) -> list[dict[str, Any]]:
     received = [0] * link.size
     received[(link.rank - 1) % link.size] = link.rows
     part = link.peer_slots[link.rank * link.rows : (link.rank + 1) * link.rows]
-    runs: dict[str, Callable[[], object]] = {
-        "copy from the peer": lambda: link.out.copy_(link.peer_x),
-        "copy to the peer": lambda: part.copy_(link.x),
-    }
-    if link.device.type == "cuda":
+    alone = link.size == 1
+    runs: dict[str, Callable[[], object]] = {"copy" if alone else "copy from the peer": lambda: link.out.copy_(link.peer_x)}
+    if not alone:
+        runs["copy to the peer"] = lambda: part.copy_(link.x)
+    if link.device.type == "cuda" and not alone:
         runs["NCCL all-to-all"] = lambda: dist.all_to_all_single(link.out, link.x, received, sent)
     ms = link.time(runs)
     gbs = {name: round(link.rows * link.hidden * 2 * 1e-6 / value, 1) for name, value in ms.items()}
     for name, value in gbs.items():
         say(f"{name:34} {value:5.1f}")
-    return [dict(suite="comm", variant=name, share=1.0, gbs=value, T=link.rows, H=link.hidden, ep=link.size) for name, value in gbs.items()]
+    share = float(not alone)
+    return [dict(suite="comm", variant=name, share=share, gbs=value, T=link.rows, H=link.hidden, ep=link.size) for name, value in gbs.items()]
 
 
-PUSHED, POLLED = "flag, one way", "flag polled in the peer's memory, one way"
+PUSHED, POLLED, WITHIN = "flag, one way", "flag polled in the peer's memory, one way", "flag between two programs, one way"
 
 
 def measure_latency(link: Link) -> list[dict[str, Any]]:
@@ -367,17 +377,26 @@ def latencies(link: Link) -> tuple[dict[str, float], str]:
         )
         link.flag += count
 
+    def two_programs() -> None:
+        kernels.ping_pong_within_kernel[(2,)](
+            link.memory.addresses["flag"], link.gave_up, link.flag, count, limit, WORDS=FLAG_WORDS, num_warps=1
+        )
+        link.flag += count
+
     runs: dict[str, Callable[[], object]] = {
         "barrier, launched": lambda: barrier(control, link.rank, link.size, limit),
         "barrier, in a kernel": lambda: kernels.meet_kernel[(1,)](control, link.rank, limit, count, R=link.size, LANES=lanes, num_warps=1),
     }
+    flags: dict[str, Callable[[], object]] = {}
     if link.size == 2:
-        runs |= {PUSHED: lambda: ping_pong(False), POLLED: lambda: ping_pong(True)}
-    runs |= publishing(link)
+        flags = {PUSHED: lambda: ping_pong(False), POLLED: lambda: ping_pong(True)}
+    elif link.size == 1:
+        flags = {WITHIN: two_programs}
+    runs |= {**flags, **publishing(link)}
     link.meet()
     us = {name: 1e3 * value for name, value in link.time(runs, 20).items()}
     us["barrier, in a kernel"] /= count
-    for name in (PUSHED, POLLED) if link.size == 2 else ():
+    for name in flags:
         us[name] /= 2 * count
     problem = f"{int(link.gave_up)} waits for a flag were given up" if int(link.gave_up) else ""
     if failure := link.memory.failure():
@@ -435,6 +454,8 @@ def measure(options: argparse.Namespace, device: torch.device) -> int:
         say(f"-- {part}")
         if part == "latency":
             rows += measure_latency(link)
+        elif part == "skew" and link.size == 1:
+            say("one rank has all rows: none are skewed")
         elif part == "skew":
             both = [v for v in (*link.pulls(), *link.pushes()) if v.mixed]
             rows += measure_rows(link, chosen(both) if options.variants else [v for v in both if v.name in SKEW], SKEWED, programs)
@@ -456,7 +477,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mok.bench.comm", description=(__doc__ or "").partition("\n")[0])
     cuda = torch.cuda.is_available()
     rows, hidden = (16384, 7168) if cuda else (1024, 1024)
-    parser.add_argument("--ranks", type=report.count, default=2, help="processes, one GPU each where there are GPUs; a launcher's wins")
+    several = 2 if not cuda else min(torch.cuda.device_count(), 2)
+    parser.add_argument(
+        "--ranks", type=report.count, default=several, help="processes, one GPU each where there are GPUs; a launcher's wins"
+    )
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--variants", default="", help="a regular expression that names must contain")
     parser.add_argument("--programs", default=",".join(map(str, PROGRAMS)), help="on GPUs")

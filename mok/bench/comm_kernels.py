@@ -176,8 +176,19 @@ def ping_pong_kernel(flag_ptrs, gave_up_ptr, rank, peer, base, count, limit, REM
     """
     own = peer_address(flag_ptrs, rank, tl.int32)
     other = peer_address(flag_ptrs, peer, tl.int32)
-    raised = own if REMOTE else other
-    polled = other if REMOTE else own
+    take_turns(own if REMOTE else other, other if REMOTE else own, gave_up_ptr, rank, base, count, limit)
+
+
+@triton.jit(do_not_specialize=["base", "count", "limit"])
+def ping_pong_within_kernel(flag_ptrs, gave_up_ptr, base, count, limit, WORDS: tl.constexpr):
+    """The same of two programs of rank 0, whose flags lie WORDS apart."""
+    who = tl.program_id(0)
+    flags = peer_address(flag_ptrs, 0, tl.int32)
+    take_turns(flags + (1 - who) * WORDS, flags + who * WORDS, gave_up_ptr, who, base, count, limit)
+
+
+@triton.jit
+def take_turns(raised, polled, gave_up_ptr, rank, base, count, limit):
     for i in range(base + 1, base + count + 1):
         if rank == 0:
             tl.atomic_xchg(raised, i, sem="release", scope="sys")

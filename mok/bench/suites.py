@@ -6,7 +6,7 @@
     scaling    forward and backward against T, from 256 to 131072
     overlap    the forward with dispatch, experts or combine left out, on one GPU or several
     ep         whole layers over several GPUs
-    comm       rows and signals between two GPUs
+    comm       rows and signals between two GPUs, or within one
 
 The first four run in this process; the others start one per rank. A suite that comes to its limit ends there, and says what it left out;
 the exit code is then 1, of several ranks 124. Without a GPU they run on the CPU's executor, on tiny shapes.
@@ -317,6 +317,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], list[Row]]] = {
     "minibatch": _plain("shape", "minibatch_tiles", "minibatch", "waves", "ms", "tflops", "two_waves", "heuristic", "knee"),
     "schedule": _plain("vary", "T", "K", "E", "R", "rows", "us"),
 }  # fmt: skip
+REPEATS = dict(minibatch=100)  # sizes differ by less than a card's drift within a few rounds
 ROWS = dict(layer=layer_rows, minibatch=minibatch_rows, schedule=schedule_rows, scaling=scaling_rows)
 SHAPES = f"""Shapes of one GPU: {", ".join(ONE_GPU)}
 Shapes of several: {", ".join(SEVERAL_GPUS)}
@@ -364,7 +365,8 @@ def _in_process(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
     _say(report.headline())
     of_suite: dict[str, Any] = {"precision": options.precision or "bf16"} if options.suite == "layer" else {}
     with limit.held(show):
-        for row in ROWS[options.suite](shapes, options.repeats or 20, limit, missing, **of_suite):
+        repeats = options.repeats or REPEATS.get(options.suite, 20)
+        for row in ROWS[options.suite](shapes, repeats, limit, missing, **of_suite):
             rows.append(row)
     return show()
 
@@ -395,8 +397,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("suite", choices=(*IN_PROCESS, *OF_RANKS))
     parser.add_argument("--shapes", help="some of those above, with commas between them. Default: a suite's own, without a GPU tiny")
-    parser.add_argument("--repeats", type=report.count, help="timed calls of each contestant. Default: 20, 50 of ep")
-    parser.add_argument("--ranks", type=report.count, help="of overlap, ep and comm: processes, one GPU each. Default: 1, 2, 2")
+    parser.add_argument("--repeats", type=report.count, help="timed calls of each contestant. Default: 20, 50 of ep, 100 of minibatch")
+    parser.add_argument("--ranks", type=report.count, help="of overlap, ep and comm: processes, one GPU each. Default: 1, 2, and 2 or 1")
     parser.add_argument("--precision", choices=get_args(Precision), help="of layer and ep: of the experts' products. Default: bf16")
     parser.add_argument("--limit", type=report.seconds, help=f"seconds after which it ends. Default: {LIMIT_S:g}, 570 of ep and comm")
     parser.add_argument("--json", action="store_true", help="print the rows as one JSON object instead of a table")

@@ -1,7 +1,8 @@
 """Milliseconds of contestants that take turns, so that the card's temperature and its neighbours are shared.
 
 A card at its power limit takes tens of milliseconds to find the clock for a load, and runs the first calls after a hungrier contestant up
-to an eighth slower. So every turn begins with SETTLE_MS of calls that are not timed.
+to an eighth slower. So every turn begins with SETTLE_MS of calls that are not timed. Its clock also drifts as it warms up: every second
+round goes through the contestants from the last to the first, so that none has the better place in all of them.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ def medians(
     settle()
     settling = _settling(contestants, round_of // 2, align is not None)
     times: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(-(-repeats // round_of)):
-        for name, run in contestants.items():
+    turns = list(contestants.items())
+    for at in range(-(-repeats // round_of)):
+        for name, run in turns if at % 2 == 0 else reversed(turns):
             if align:
                 align()
                 settle()

@@ -113,6 +113,14 @@ def test_the_suite_layer(tmp_path, precision):
     assert all(row["ms"] > 0 for row in made["rows"][:2])
 
 
+def test_the_suite_comm_of_one_rank(tmp_path):
+    rows = run(tmp_path, "comm", "--ranks", "1", "--variants", "layer w8 32x512|st w8 16x1024", "--rows", "2048", "--hidden", "1024")["rows"]
+    rates = {row["variant"]: row["gbs"] for row in rows if "gbs" in row}
+    assert set(rates) == {"copy", "layer w8 32x512", "st w8 16x1024"} and all(row["share"] == 0 for row in rows if "gbs" in row)
+    us = {row["variant"]: row["us"] for row in rows if row.get("us")}
+    assert 0 < us[comm.WITHIN] < 100 and 0 < us["barrier, in a kernel"] < 100
+
+
 @pytest.mark.skipif(GPUS < 2, reason="between two GPUs")
 def test_the_suite_comm(tmp_path):
     sizes = ("--rows", "2048", "--hidden", "1024", "--programs", "8,16")
