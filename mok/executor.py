@@ -25,6 +25,7 @@ from torch import Tensor
 
 from mok.config import TILE_M, Tuning
 from mok.fabric import Call, Region
+from mok.operators import operator
 from mok.quantize import E4M3, UNQUANTIZED, Recipe, dequantize, quantize, scale_shape
 from mok.schedule import Schedule, build_schedule, local_experts, sort_routes
 
@@ -220,7 +221,7 @@ def _full_tile(x_NH: Tensor, start: int, dtype: torch.dtype) -> Tensor:
 # ---- dense rows: router and shared experts ----
 
 
-@torch.library.custom_op("mok::row_linear", mutates_args=())
+@operator("mok::row_linear")
 def row_linear(x_NH: Tensor, weight_OH: Tensor) -> Tensor:
     """x W^T in fp32 (fp64 for fp64): wide [N, O]. A row's bits depend on nothing but the row and W."""
     wide = wide_dtype(x_NH.dtype)
@@ -233,7 +234,7 @@ def row_linear(x_NH: Tensor, weight_OH: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("mok::row_linear_backward", mutates_args=())
+@operator("mok::row_linear_backward")
 def _row_linear_backward(d_out: Tensor, x_NH: Tensor, weight_OH: Tensor) -> tuple[Tensor, Tensor]:
     wide = wide_dtype(x_NH.dtype)
     d_x = torch.empty_like(x_NH, memory_format=torch.contiguous_format)

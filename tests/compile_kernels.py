@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from mok.kernels.combine import combine_kernel
+from mok.kernels.combine import combine_kernel, live_slots_kernel
 from mok.kernels.forward import forward_kernel
 from mok.kernels.forward_fp8 import forward_fp8_kernel
 from mok.kernels.forward_hopper import forward_hopper_kernel
@@ -290,10 +290,12 @@ HOPPER_SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 FORWARDS = {"forward": forward, "forward mxfp8": functools.partial(forward, mxfp8=True), "fp8": forward_fp8, "mxfp8": forward_mxfp8}
 TASKS = dict(TILES=16, PARTS=4, UPS=16, DOWNS=28, SHARED_UPS=16, BLOCK_M=128, HALF_TILES=True, BLOCK=256)
-COMBINE = dict(H=7168, K=8, E=128, HAS_SHARED=True, HAS_SCALE=True, BLOCK_H=1024)
+COMBINE = dict(H=7168, K=8, E=128, HAS_WEIGHTS=True, HAS_SHARED=True, HAS_SCALE=True, BLOCK_H=1024)
 SMALL = {
     "schedule": schedule, "tasks": lambda arch: [compile_one(tasks_kernel, arch, TASKS)],
-    "combine": lambda arch: [compile_one(combine_kernel, arch, COMBINE)],
+    "combine": lambda arch: [
+        compile_one(combine_kernel, arch, COMBINE), compile_one(live_slots_kernel, arch, dict(E=128, BLOCK=1024))
+    ],
     "barrier": lambda arch: [compile_one(barrier_kernel, arch, dict(R=8, LANES=8), 1)],
 }  # fmt: skip
 

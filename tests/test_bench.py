@@ -239,7 +239,7 @@ def test_the_suite_minibatch_without_multiprocessors(one_thread, tmp_path, capsy
     assert [row["minibatch_tiles"] for row in rows if row["heuristic"]] == [16] and not any(row["two_waves"] for row in rows)
     assert sum(row["knee"] for row in rows) == 1 and {row["knee_steps"] for row in rows} == {None}
     said = capsys.readouterr()
-    assert "two_waves" in said.out and "without multiprocessors there are no waves" in said.err
+    assert "two_waves" in said.out and "the heuristic's 16" in said.err and "without multiprocessors there are no waves" in said.err
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
@@ -253,8 +253,9 @@ def test_the_suite_minibatch_marks_waves_and_knee(one_thread, tmp_path, monkeypa
     assert [row["minibatch_tiles"] for row in rows] == [1, 2, 4, 6, 7, 8, 12, 16, 50]
     marks = {name: [row["minibatch_tiles"] for row in rows if row[name]] for name in ("two_waves", "heuristic", "knee")}
     assert marks == {"two_waves": [7], "heuristic": [50], "knee": [7]} and {row["knee_steps"] for row in rows} == {0}
+    assert {row["heuristic_steps"] for row in rows} == {-4}
     said = capsys.readouterr().err
-    assert "the knee, at 7 tiles, is within one step of two waves, which are 7 tiles; the heuristic takes 50, 100.0% slower" in said
+    assert "the knee, at 7 tiles, is within one step of two waves, which are 7 tiles, and 4 steps below the heuristic's 50, 100" in said
 
 
 def test_the_knee():
@@ -269,8 +270,8 @@ def test_the_knee():
         (32, 2, "2 steps above two waves"),
     ):  # fmt: skip
         ms = {at: 1.0 if at >= size else 2.0 - at / 100 for at in (8, 16, 19, 20, 24, 32)}
-        found = suites.minibatch_of({**ms, size: 0.999}, 20)
-        assert found[:2] == (size, steps) and words in found[2]
+        at, counted, said = suites.minibatch_of({**ms, size: 0.999}, 20, 24)
+        assert (at, counted) == (size, dict(knee_steps=steps, heuristic_steps=steps - 1)) and words in said
 
 
 QWEN3_30B = {
@@ -287,8 +288,9 @@ KIMI_K2_SLICE = {
 def test_the_knee_of_what_an_h200_measured(name, ms, knee, waves, steps):
     """2026-12-01: at qwen3-30b next to two waves; at kimi-k2-slice above them, so the heuristic takes more."""
     shape = shapes.ONE_GPU[name]
-    exact = tune.two_waves(shape.H, shape.I, 132)
-    assert exact == waves and suites.minibatch_of(ms, exact)[:2] == (knee, steps)
+    exact, chosen = tune.two_waves(shape.H, shape.I, 132), tune.heuristic(shape.H, shape.I, 132)
+    at, counted, _ = suites.minibatch_of(ms, exact, chosen)
+    assert exact == waves and (at, counted["knee_steps"]) == (knee, steps) and abs(counted["heuristic_steps"]) <= 1
 
 
 def test_the_suite_schedule(one_thread, tmp_path):
@@ -735,7 +737,8 @@ def test_comm_of_one_rank(tmp_path, capfd):
     out = str(tmp_path / "a.json")
     assert suites.main(["comm", "--ranks", "1", "--rows", "256", "--hidden", "1024", "--limit", "120", "--out", out]) == 0
     rows = json.loads(Path(out).read_text())["rows"]
-    assert {row["variant"]: row["share"] for row in rows if "gbs" in row} == dict.fromkeys(("executor's dispatch", "executor's push", "copy"), 0)
+    moved = {row["variant"]: row["share"] for row in rows if "gbs" in row}
+    assert moved == dict.fromkeys(("executor's dispatch", "executor's push", "copy"), 0)
     assert {row["variant"] for row in rows if "us" in row} == {"barrier", "barrier and a signal", "publish 256 tokens"}
     assert {row["ep"] for row in rows} == {1} and "none are skewed" in capfd.readouterr().err
 

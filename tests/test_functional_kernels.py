@@ -371,26 +371,26 @@ def case_operators_keep_their_word() -> None:
     inner = problem.workspace().inner
     number, plan, tests = inner.number, [1, 1, 4], ("test_schema", "test_faketensor")
     *rows, _ = ops.gpu_schedule(problem.ids, number, 1)
-    torch.library.opcheck(ops.gpu_schedule, (problem.ids, number, 1), test_utils=tests)
+    torch.library.opcheck(ops.gpu_schedule.operator, (problem.ids, number, 1), test_utils=tests)
     head = (problem.x, problem.ids, problem.weights, *problem.routed)
     scale, nobody = torch.rand(problem.x.shape[0]), (None, None, None)
     for shared, gate, schedule, saved_rows in ((problem.shared, scale, rows, 128), (problem.shared, None, [], 0), (nobody, None, [], -1)):
         arguments = (*head, *shared, gate, None, [], [], schedule, number, 1, None, 1.0, saved_rows, plan)
-        torch.library.opcheck(ops.gpu_forward, arguments, test_utils=tests)
+        torch.library.opcheck(ops.gpu_forward.operator, arguments, test_utils=tests)
     _, *kept = ops.gpu_forward(*head, *problem.shared, scale, None, [], [], rows, number, 1, None, 1.0, 128, plan)
     sums = [torch.zeros(w.shape) for w in problem.routed], [torch.zeros(w.shape) for w in problem.shared if w is not None]
     for mains, asked in ((sums, [True] * 5), (([], []), [True, False, True, False, True])):
         arguments = (problem.d_out, *head, *problem.shared, scale, *mains, rows, kept, asked, number, 1, None, 1.0, plan)
-        torch.library.opcheck(ops.gpu_backward, arguments, test_utils=tests)
+        torch.library.opcheck(ops.gpu_backward.operator, arguments, test_utils=tests)
     arguments = (problem.x, *problem.routed[:2], *problem.shared[:2], rows, number, None, 1.0, plan)
-    torch.library.opcheck(ops.gpu_shared_gate_up, arguments, test_utils=tests)
+    torch.library.opcheck(ops.gpu_shared_gate_up.operator, arguments, test_utils=tests)
     pairs = [list(pair) for pair in pairs_of(problem, "fp8")]
     head = (problem.x, problem.ids, problem.weights, *pairs)
     arguments = (*head, *problem.shared, rows, "fp8", number, 1, None, 1.0, 128, plan)
-    torch.library.opcheck(ops.gpu_forward_prequantized, arguments, test_utils=tests[1:])  # the other one cannot compare E4M3
+    torch.library.opcheck(ops.gpu_forward_prequantized.operator, arguments, test_utils=tests[1:])  # the other one cannot compare E4M3
     for mains in (sums, ([], [])):
         arguments = (problem.d_out, *head, *problem.shared, *mains, rows, kept, "fp8", number, 1, None, 1.0, plan)
-        torch.library.opcheck(ops.gpu_backward_prequantized, arguments, test_utils=tests[1:])
+        torch.library.opcheck(ops.gpu_backward_prequantized.operator, arguments, test_utils=tests[1:])
 
 
 def case_refusals() -> None:

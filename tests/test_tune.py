@@ -73,7 +73,7 @@ def test_layers_take_the_choice_within_what_they_are_told(precision):
         store(tune.cache_file(), dataclasses.replace(key, precision=other), {"forward": {"parts": 2}, "backward": {}, "ms": {}})
     view = memory.virtual_memory(memory.layer_regions(precision, tokens, hidden, experts, top_k, 1), 1, cpu)[0]
     workspace = launch.Workspace(view, tokens, hidden, top_k, cpu, num_sms=2, precision=precision)
-    ops._choice.cache_clear()
+    ops._plans.cache_clear()
     forward, backward = ops.plans(workspace, [5, 32, 64], width, experts)
     assert forward == launch.ForwardPlan(num_sms=5, minibatch_tiles=24, ring_tiles=64, parts=8)
     assert (backward.num_sms, backward.ring_tiles, backward.run, backward.parts) == (5, 64, 2, 4)
@@ -82,7 +82,7 @@ def test_layers_take_the_choice_within_what_they_are_told(precision):
     assert ops.plans(workspace, [5, 32, 64], width, experts)[0] == forward
     other = ops.plans(workspace, [5, 32, 64], width + 16, experts)[0]
     assert other == launch.ForwardPlan(num_sms=5, minibatch_tiles=16, ring_tiles=64)
-    ops._choice.cache_clear()
+    ops._plans.cache_clear()
 
 
 @pytest.mark.parametrize("tokens", [1024, 1025])
@@ -273,10 +273,10 @@ def test_layers_work_beside_a_stale_file():
     keep(json.dumps({"format": 1, "defaults": {}, "entries": [*stale, {**ENTRY, "key": {**key, "K": 3}}]}))
     view = memory.virtual_memory(memory.layer_regions("bf16", tokens, hidden, experts, top_k, 1), 1, cpu)[0]
     workspace = launch.Workspace(view, tokens, hidden, top_k, cpu, num_sms=2)
-    ops._choice.cache_clear()
+    ops._plans.cache_clear()
     with pytest.warns(UserWarning, match=rf"not used, {len(stale)} of {len(stale) + 1} "):
         forward, backward = ops.plans(workspace, [5, 32, 64], width, experts)
-    ops._choice.cache_clear()
+    ops._plans.cache_clear()
     assert forward == launch.ForwardPlan(num_sms=5, minibatch_tiles=16, ring_tiles=64) and backward.run == 0
 
 

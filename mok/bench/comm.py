@@ -338,7 +338,9 @@ def measure_copies(link: Link) -> list[dict[str, Any]]:
     for name, value in gbs.items():
         say(f"{name:34} {value:5.1f}")
     share = float(not alone)
-    return [dict(suite="comm", variant=name, share=share, gbs=value, T=link.rows, H=link.hidden, ep=link.size) for name, value in gbs.items()]
+    return [
+        dict(suite="comm", variant=name, share=share, gbs=value, T=link.rows, H=link.hidden, ep=link.size) for name, value in gbs.items()
+    ]
 
 
 PUSHED, POLLED, WITHIN = "flag, one way", "flag polled in the peer's memory, one way", "flag between two programs, one way"

@@ -202,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cuda = torch.cuda.is_available()
     parser.add_argument("--ranks", type=report.count, default=1, help="processes, one GPU each; a launcher's number wins")
     parser.add_argument("--shapes", default="", help="all of `mok bench`'s by default")
-    parser.add_argument("--repeats", type=report.count, default=20)
+    parser.add_argument("--repeats", type=report.count, default=60)
     parser.add_argument("--limit", type=report.seconds, default=170.0, help="seconds after which all processes are ended")
     parser.add_argument("--commit", default="", help="the commit measured, where there is no git repository")
     parser.add_argument("--out")

@@ -121,19 +121,27 @@ def knee(ms: dict[int, float]) -> int:
     return found
 
 
-def minibatch_of(ms: dict[int, float], two_waves: int) -> tuple[int, int | None, str]:
-    """The knee, how many sizes it is above two waves (None without multiprocessors: two_waves 0), and both in words."""
+def minibatch_of(ms: dict[int, float], two_waves: int, chosen: int) -> tuple[int, dict[str, int | None], str]:
+    """The knee, how many sizes it is above two waves (None without multiprocessors: two_waves 0) and above what the heuristic takes, and
+    both in words."""
     found, sizes = knee(ms), sorted(ms)
+
+    def where(steps: int) -> str:
+        return "within one step of" if abs(steps) <= 1 else f"{abs(steps)} steps {'above' if steps > 0 else 'below'}"
+
+    of_chosen = sizes.index(found) - sizes.index(chosen)
+    heuristic = f"{where(of_chosen)} the heuristic's {chosen}, {ms[chosen] / min(ms.values()) - 1:.1%} slower than the fastest"
     if not two_waves:
-        return found, None, f"the knee is at {found} tiles; without multiprocessors there are no waves"
+        words = f"the knee, at {found} tiles, is {heuristic}; without multiprocessors there are no waves"
+        return found, dict(knee_steps=None, heuristic_steps=of_chosen), words
     steps = sizes.index(found) - sizes.index(two_waves)
-    where = "within one step of" if abs(steps) <= 1 else f"{abs(steps)} steps {'above' if steps > 0 else 'below'}"
-    return found, steps, f"the knee, at {found} tiles, is {where} two waves, which are {two_waves} tiles"
+    words = f"the knee, at {found} tiles, is {where(steps)} two waves, which are {two_waves} tiles, and {heuristic}"
+    return found, dict(knee_steps=steps, heuristic_steps=of_chosen), words
 
 
 def minibatch_rows(shapes: dict[str, Shape], repeats: int, limit: Limit, missing: dict[str, str]) -> Iterator[Row]:
     """Every size has the default's bits before it is timed. `two_waves` marks these exactly, `heuristic` what a layer takes that was not
-    tuned, `knee` where the curve becomes flat, `knee_steps` is the number of measured sizes from two waves to there."""
+    tuned, `knee` where the curve becomes flat; `knee_steps` and `heuristic_steps` are the numbers of sizes from these two to it."""
     device = default_device()
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
     for name, shape in limit.each(shapes):
@@ -147,17 +155,17 @@ def minibatch_rows(shapes: dict[str, Shape], repeats: int, limit: Limit, missing
         with torch.no_grad():
             took = medians(runs, repeats, warmup=3)
         ms = {size: took[str(size)] for size in sizes}
-        at, steps, words = minibatch_of(ms, exact)
+        at, steps, words = minibatch_of(ms, exact, chosen)
         for size in sizes:
             waves = round(size * tune.tasks_of_tile(shape.H, shape.I) / sms, 2) if sms else None
             yield dict(
                 suite="minibatch", shape=name, **shape._asdict(), ep=1, precision="bf16", direction="fwd", minibatch_tiles=size,
                 minibatch=size * TILE_M, waves=waves,
                 **report.speed(shape.gflop("fwd"), ms[size]), two_waves=size == exact,
-                heuristic=size == chosen, knee=size == at, knee_steps=steps,
+                heuristic=size == chosen, knee=size == at, **steps,
             )  # fmt: skip
         _say(f"{name}: " + ", ".join(f"{size} tiles {ms[size]:.3f} ms" for size in sizes))
-        _say(f"{name}: {words}; the heuristic takes {chosen}, {ms[chosen] / min(ms.values()) - 1:.1%} slower than the fastest")
+        _say(f"{name}: {words}")
         del problem, runs
         _free()
 
@@ -317,14 +325,14 @@ TABLES: dict[str, Callable[[Sequence[Row]], list[Row]]] = {
     "minibatch": _plain("shape", "minibatch_tiles", "minibatch", "waves", "ms", "tflops", "two_waves", "heuristic", "knee"),
     "schedule": _plain("vary", "T", "K", "E", "R", "rows", "us"),
 }  # fmt: skip
-REPEATS = dict(minibatch=100)  # sizes differ by less than a card's drift within a few rounds
+REPEATS = dict(minibatch=60)  # sizes differ by less than a card's drift within a few rounds
 ROWS = dict(layer=layer_rows, minibatch=minibatch_rows, schedule=schedule_rows, scaling=scaling_rows)
 SHAPES = f"""Shapes of one GPU: {", ".join(ONE_GPU)}
 Shapes of several: {", ".join(SEVERAL_GPUS)}
 Shapes that a CPU has, too: {", ".join(TINY)}; PRESET/RANKS, one rank's part of a preset; sizes TxHxIxExK
 {textwrap.fill("Presets: " + ", ".join(PRESETS), 140, break_on_hyphens=False)}
 """
-DEFAULT_SHAPES = dict(minibatch="qwen3-30b,kimi-k2-slice", scaling="qwen3-30b", schedule="qwen3-30b")
+DEFAULT_SHAPES = dict(minibatch=",".join(ONE_GPU), scaling="qwen3-30b", schedule="qwen3-30b")
 
 
 # ---- the command ----
@@ -397,7 +405,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("suite", choices=(*IN_PROCESS, *OF_RANKS))
     parser.add_argument("--shapes", help="some of those above, with commas between them. Default: a suite's own, without a GPU tiny")
-    parser.add_argument("--repeats", type=report.count, help="timed calls of each contestant. Default: 20, 50 of ep, 100 of minibatch")
+    parser.add_argument("--repeats", type=report.count, help="timed calls of each contestant. Default: 20 to 60")
     parser.add_argument("--ranks", type=report.count, help="of overlap, ep and comm: processes, one GPU each. Default: 1, 2, and 2 or 1")
     parser.add_argument("--precision", choices=get_args(Precision), help="of layer and ep: of the experts' products. Default: bf16")
     parser.add_argument("--limit", type=report.seconds, help=f"seconds after which it ends. Default: {LIMIT_S:g}, 570 of ep and comm")

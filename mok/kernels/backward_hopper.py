@@ -52,7 +52,6 @@ from mok.kernels.forward_hopper import (
     read_if,
     reinterpret,
     thread_barrier,
-    with_layouts,
 )
 from mok.kernels.gradients import around, hidden_gradient, slices
 from mok.kernels.groups import (
@@ -78,6 +77,7 @@ from mok.kernels.groups import (
     SHARED_HIDDEN,
     TICKET,
 )
+from mok.kernels.launcher import enqueue
 from mok.kernels.signals import X_FREE, announce, finish_copy_engine_stores, order_copy_engine, peer_address
 from mok.kernels.trace import BEGIN, COMPUTED, DONE, READY, note, note_begin, note_end
 
@@ -90,9 +90,7 @@ WHOLE, HALF, WEIGHT, AGAIN = (gl.constexpr(i) for i in range(4))
 
 # fp32 sums [128, 64] between the tensor cores' layout and that of rows: both sides without conflicts of banks.
 SUMS_IN_SHARED = gl.constexpr(
-    gl.SharedLinearLayout(
-        [[0, 1], [0, 2], [0, 8], [0, 16], [0, 32], [0, 12], [1, 16], [2, 32], [4, 0], [8, 0], [16, 0], [32, 0], [64, 0]]
-    )
+    gl.SharedLinearLayout([[0, 1], [0, 2], [0, 8], [0, 16], [0, 32], [0, 12], [1, 16], [2, 32], [4, 0], [8, 0], [16, 0], [32, 0], [64, 0]])
 )
 SPREAD = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # in which `gradients.hidden_slices` adds up a row
 
@@ -932,5 +930,5 @@ def backward_hopper_kernel(
 
 def launch(args: dict[str, Any], programs: int) -> None:
     """Launch the kernel with the arguments of `launch_backward.prepare`, whose tiles and warps are those of the default plan."""
-    own = with_layouts(backward_hopper_kernel, args)
-    backward_hopper_kernel[(programs,)](**own, num_warps=8, enable_fp_fusion=False)
+    own = {name: args[name] for name in backward_hopper_kernel.arg_names}
+    enqueue(backward_hopper_kernel, (programs,), **own, num_warps=8, enable_fp_fusion=False)

@@ -29,18 +29,17 @@ Legend: H hidden, I intermediate, S width of the shared experts, K choices per t
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mok.kernels.dispatch import find_tokens
 from mok.kernels.experts import in_order, rounded_halves, rounded_pairs, swiglu
 from mok.kernels.forward import needs, wait_for_inputs
+from mok.kernels.launcher import enqueue
 from mok.kernels.signals import announce, finish_copy_engine_stores, order_copy_engine, peer_address
 from mok.kernels.tasks import DOWN, END, PULL, SHARED_DOWN, SHARED_UP, UP, find, unpack
 from mok.kernels.trace import BEGIN, COMPUTED, DONE, READY, note, note_begin, note_end
@@ -609,22 +608,7 @@ def forward_hopper_kernel(
         note_end(trace_ptr)
 
 
-@functools.cache
-def layout_of(bits: int, rank: int) -> Any:
-    """How blocks of a descriptor lie in shared memory. Making one takes as long as making a descriptor."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=rank)
-
-
-def with_layouts(kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    """A Gluon kernel's own arguments, of those of the ordinary kernel; descriptors know how their blocks lie in shared memory."""
-    own = {name: args[name] for name in kernel.arg_names}
-    for name, value in own.items():
-        if name.endswith("_desc") and value is not None:
-            layout = layout_of(8 * value.base.element_size(), len(value.block_shape))
-            own[name] = TensorDescriptor(value.base, value.shape, value.strides, value.block_shape, layout)
-    return own
-
-
 def launch(args: dict[str, Any], programs: int) -> None:
     """Launch the kernel with the arguments of `launch.kernel_arguments`, whose tiles and warps are those of the default plan."""
-    forward_hopper_kernel[(programs,)](**with_layouts(forward_hopper_kernel, args), num_warps=8)
+    own = {name: args[name] for name in forward_hopper_kernel.arg_names}
+    enqueue(forward_hopper_kernel, (programs,), **own, num_warps=8)

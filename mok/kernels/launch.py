@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mok.config import TILE_M
 from mok.fabric import FabricError
 from mok.kernels import memory as memory_module
 from mok.kernels.combine import combine
 from mok.kernels.forward import forward_kernel
+from mok.kernels.launcher import Descriptor, cdiv, enqueue, next_power_of_2
 from mok.kernels.memory import PeerMemory
 from mok.kernels.quantize import quantize_into
 from mok.kernels.schedule import DeviceSchedule, empty_schedule, max_tiles, sort_slots, write_rows
@@ -103,6 +103,7 @@ class Workspace:
 
     def __post_init__(self) -> None:
         self.scratch: dict[str, Tensor] = {}
+        self.views: dict[str, Tensor] = {}  # of scratch, as it was last asked for
         self.formats: dict[Precision, Workspace] = {}  # this memory as layers of another format see it
         if self.device.type == "cuda" and not self.num_sms:
             self.num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -115,7 +116,7 @@ class Workspace:
             for name in ("x_scale", "d_y_scale"):
                 own[name] = own[name].flatten()[: shape[0] * shape[1]].view(shape)
             view = dataclasses.replace(self, memory=dataclasses.replace(self.memory, own=own), precision=precision)
-            view.scratch = self.scratch
+            view.scratch, view.views = self.scratch, self.views
             self.formats[precision] = view
         view.last_stream = self.last_stream
         return view
@@ -126,12 +127,16 @@ class Workspace:
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A named buffer of at least this shape, kept between calls."""
-        count = torch.Size(shape).numel()
+        last = self.views.get(name)
+        if last is not None and last.shape == shape and last.dtype == dtype:
+            return last
+        count = math.prod(shape)
         found = self.scratch.get(name)
         if found is None or found.dtype != dtype or found.numel() < count:
             self.retire(found)
             found = self.scratch[name] = torch.empty(max(count, 1), dtype=dtype, device=self.device)
-        return found[:count].view(shape)
+        view = self.views[name] = found[:count].view(shape)
+        return view
 
     def retire(self, *buffers: Tensor | None) -> None:
         """Let go of memory that the last call may still be using, on another stream than the one it was allocated on."""
@@ -180,15 +185,19 @@ def schedule(workspace: Workspace, ids_TK: Tensor, num_experts: int) -> DeviceSc
     return result
 
 
-def _rows(matrix: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
+def _flat(matrix: Tensor) -> Tensor:
+    return matrix if matrix.dim() == 2 else matrix.reshape(-1, matrix.shape[-1])
+
+
+def _rows(matrix: Tensor, block_rows: int, block_columns: int) -> Descriptor:
     """A descriptor of a row-major matrix (leading dimensions joined) for blocks of this size; an empty one stands for a row of zeros."""
-    flat = matrix.reshape(-1, matrix.shape[-1])
+    flat = _flat(matrix)
     if flat.numel() == 0:
         flat = matrix.new_zeros(1, max(matrix.shape[-1], 8))
-    return TensorDescriptor.from_tensor(flat, [block_rows, block_columns])
+    return Descriptor(flat, flat.shape, flat.stride(), (block_rows, block_columns))
 
 
-def _pair(first: Tensor, second: Tensor, block_rows: int, block_columns: int) -> tuple[TensorDescriptor, int]:
+def _pair(first: Tensor, second: Tensor, block_rows: int, block_columns: int) -> tuple[Descriptor, int]:
     """One descriptor of two matrices of the same shape, and 1 if the first one comes first; the other way round if it lies behind.
 
     Copies both where no stride leads from one to the other: if they are the same memory, or too far apart.
@@ -200,19 +209,18 @@ def _pair(first: Tensor, second: Tensor, block_rows: int, block_columns: int) ->
     if not 0 < abs(distance) * first.element_size() < MAX_STRIDE:
         first, second = torch.stack((first, second))
         distance = first.numel()
-    base, rows = (first, first.numel() // columns) if distance >= 0 else (second, first.numel() // columns)
-    strides = [abs(distance), columns, 1]
-    return TensorDescriptor(base.reshape(-1, columns), [2, rows, columns], strides, [2, block_rows, block_columns]), int(distance >= 0)
+    base, rows = (first if distance >= 0 else second), first.numel() // columns
+    return Descriptor(_flat(base), (2, rows, columns), (abs(distance), columns, 1), (2, block_rows, block_columns)), int(distance >= 0)
 
 
-def _next_rows(matrix: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
+def _next_rows(matrix: Tensor, block_rows: int, block_columns: int) -> Descriptor:
     """A descriptor of a matrix (leading dimensions joined) in which every block has a companion, the same number of rows further down."""
     columns = matrix.shape[-1]
     if matrix.numel() == 0:
         matrix = matrix.new_zeros(2 * block_rows, columns)
-    flat = matrix.reshape(-1, columns)
-    shape = [2, flat.shape[0] - block_rows, columns]
-    return TensorDescriptor(flat, shape, [block_rows * columns, columns, 1], [2, block_rows, block_columns])
+    flat = _flat(matrix)
+    shape = (2, flat.shape[0] - block_rows, columns)
+    return Descriptor(flat, shape, (block_rows * columns, columns, 1), (2, block_rows, block_columns))
 
 
 def trace_record(workspace: Workspace, tickets: int, programs: int) -> Tensor:
@@ -301,7 +309,7 @@ def run_kernel(args: dict[str, Any], plan: ForwardPlan, workspace: Workspace) ->
         forward_hopper.launch(args, programs)
     else:
         own = {name: args[name] for name in forward_kernel.arg_names}
-        forward_kernel[(programs,)](**own, num_warps=plan.num_warps, num_stages=plan.num_stages)
+        enqueue(forward_kernel, (programs,), **own, num_warps=plan.num_warps, num_stages=plan.num_stages)
 
 
 def launch_kernel(
@@ -323,11 +331,12 @@ def launch_kernel(
 def write_tasks(workspace: Workspace, args: dict[str, object], rows: DeviceSchedule, plan: ForwardPlan) -> None:
     """The kernel's list of tasks, and signals at zero."""
     tasks, signals, n = args["tasks_ptr"], args["signals_ptr"], args["BLOCK_N"]
-    blocks = min(triton.cdiv(rows.tile_expert.numel(), plan.minibatch_tiles) + 1, workspace.num_sms)
-    tasks_kernel[(blocks, PROGRAMS_PER_BLOCK)](
+    blocks = min(cdiv(rows.tile_expert.numel(), plan.minibatch_tiles) + 1, workspace.num_sms)
+    enqueue(
+        tasks_kernel, (blocks, PROGRAMS_PER_BLOCK),
         tasks, signals, rows.tile_expert, rows.peer_rank, rows.num_tokens, signals.numel(), args["tokens"],
-        TILES=plan.minibatch_tiles, PARTS=args["PARTS"], UPS=triton.cdiv(args["I"], n), DOWNS=triton.cdiv(args["H"], 2 * n),
-        SHARED_UPS=triton.cdiv(args["S"], n), BLOCK_M=args["BLOCK_M"], HALF_TILES=plan.half_tiles, BLOCK=BLOCK_TICKETS,
+        TILES=plan.minibatch_tiles, PARTS=args["PARTS"], UPS=cdiv(args["I"], n), DOWNS=cdiv(args["H"], 2 * n),
+        SHARED_UPS=cdiv(args["S"], n), BLOCK_M=args["BLOCK_M"], HALF_TILES=plan.half_tiles, BLOCK=BLOCK_TICKETS,
     )  # fmt: skip
 
 
@@ -376,9 +385,9 @@ def kernel_arguments(
             shared_down_desc=_next_rows(shared[2], n, k), save_shared_gate_desc=_rows(saved.shared_gate_TS if saved else h_ring, m, n),
             save_shared_up_desc=_rows(saved.shared_up_TS if saved else h_ring, m, n), shared_gate_first=shared_gate_first,
         )  # fmt: skip
-    shared_tiles = triton.cdiv(tokens, m) if shared_width else 0
+    shared_tiles = cdiv(tokens, m) if shared_width else 0
     signals = workspace.take("signals", (32 + 3 * tiles + shared_tiles,), torch.int32)
-    ups, downs, shared_ups = triton.cdiv(width, n), triton.cdiv(hidden, 2 * n), triton.cdiv(shared_width, n)
+    ups, downs, shared_ups = cdiv(width, n), cdiv(hidden, 2 * n), cdiv(shared_width, n)
     most = max_tickets(tiles, shared_tiles, parts, ups, downs, shared_ups)
     tasks = workspace.take("tasks", (2 + most,), torch.int64)
     x = ("x_e4m3", "x_scale") if mxfp8 else ("x", "x")
@@ -401,7 +410,7 @@ def kernel_arguments(
         limit=float(clamp or 0.0), shared_limit=float(shared_clamp or 0.0), wait_limit=workspace.limit,
         rank=memory.rank, H=hidden, I=width, S=shared_width, K=workspace.top_k, R=memory.size,
         CLAMP=clamp is not None, SHARED_CLAMP=shared_clamp is not None, SAVE=save, PARTS=parts, GATHER=gathers,
-        BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, BLOCK_H=max(min(plan.block_h, triton.next_power_of_2(hidden)), 32),
+        BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, BLOCK_H=max(min(plan.block_h, next_power_of_2(hidden)), 32),
         THREADS=32 * plan.num_warps, MXFP8=mxfp8, TRACE=plan.trace,
     )  # fmt: skip
     return args, saved, shared_out

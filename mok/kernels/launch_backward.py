@@ -12,15 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mok.config import TILE_M
 from mok.kernels.backward import backward_kernel
-from mok.kernels.combine import combine
+from mok.kernels.combine import combine, live_slots
 from mok.kernels.groups import BLOCK_TICKETS, HEADER, RECORD, ROW, list_kernel, plan_kernel
-from mok.kernels.launch import MAX_STRIDE, Saved, Workspace, _pair, _rows, is_hopper, trace_record
+from mok.kernels.launch import MAX_STRIDE, Saved, Workspace, _flat, _pair, _rows, is_hopper, trace_record
+from mok.kernels.launcher import Descriptor, cdiv, enqueue, next_power_of_2
 from mok.kernels.quantize import quantize_into
 from mok.kernels.schedule import DeviceSchedule
 from mok.quantize import MX_ROW, Block
@@ -116,7 +115,7 @@ class Tasks:
     shared: int
 
 
-def _planes(planes: tuple[Tensor, ...], block_rows: int, block_columns: int) -> TensorDescriptor:
+def _planes(planes: tuple[Tensor, ...], block_rows: int, block_columns: int) -> Descriptor:
     """A descriptor of three dimensions: one matrix (leading dimensions joined), or two of the same shape, the one that lies first first.
 
     Copies both where no stride leads from one to the other, as `_pair` does.
@@ -127,21 +126,20 @@ def _planes(planes: tuple[Tensor, ...], block_rows: int, block_columns: int) -> 
     if len(planes) == 2 and first.numel() and not 0 < distance * first.element_size() < MAX_STRIDE:
         first, last = torch.stack((first, last))
         distance = first.numel()
-    flat = first.reshape(-1, columns)
+    flat = _flat(first)
     if flat.numel() == 0:
         flat, distance = first.new_zeros(1, columns), 0
-    shape = [len(planes), flat.shape[0], columns]
-    return TensorDescriptor(flat, shape, [distance or columns, columns, 1], [1, block_rows, block_columns])
+    shape = (len(planes), flat.shape[0], columns)
+    return Descriptor(flat, shape, (distance or columns, columns, 1), (1, block_rows, block_columns))
 
 
-def _unless(skip: bool, make: Callable[..., TensorDescriptor]) -> Callable[..., TensorDescriptor | None]:
+def _unless(skip: bool, make: Callable[..., Descriptor]) -> Callable[..., Descriptor | None]:
     """How a kernel's descriptors are made, or None for each of a kernel that is not launched: making one takes microseconds."""
     return (lambda *_: None) if skip else make
 
 
 def count_tasks(plan: BackwardPlan, needs: Needs, hidden: int, width: int, shared_width: int, tokens: int) -> Tasks:
     m, n = plan.block_m, plan.block_n
-    cdiv = triton.cdiv
     wide = n * plan.run
     of_weights = lambda width: 2 * cdiv(width, m) * cdiv(hidden, wide) + cdiv(hidden, m) * cdiv(width, wide)  # noqa: E731
     hiddens = cdiv(width, n) if needs.x or needs.weights or needs.experts else 0
@@ -161,7 +159,7 @@ def ring_and_groups(plan: BackwardPlan, tiles: int, tasks: Tasks, programs: int)
     most = max(tiles, 1) if ring >= tiles else ring // 2
     per_tile = max(1, min(count for count in (tasks.hiddens, tasks.d_xs) if count > 0) if tasks.hiddens or tasks.d_xs else 1)
     waves = 4 * programs
-    target = plan.group_tiles or max(1, triton.cdiv(waves, per_tile))
+    target = plan.group_tiles or max(1, cdiv(waves, per_tile))
     return ring, min(target, most), most
 
 
@@ -182,8 +180,8 @@ class Order:
     def write(self, programs: int) -> None:
         """Write the list, and set the signals to zero."""
         self.signals.zero_()
-        plan_kernel[(1,)](**self.plan, num_warps=1)
-        list_kernel[(programs,)](**self.tasks)
+        enqueue(plan_kernel, (1,), **self.plan, num_warps=1)
+        enqueue(list_kernel, (programs,), **self.tasks)
 
 
 def order_tasks(
@@ -199,7 +197,7 @@ def order_tasks(
         expert_tile_ptr=take("expert_tile", (num_local + 1,), torch.int32), table_ptr=table,
         list_ptr=take("tasks_backward", (most_tasks * RECORD.value,), torch.int32),
     )  # fmt: skip
-    signals = take("signals", (32 + 5 * tiles + 4 + triton.cdiv(tokens, m) + 1,), torch.int32)
+    signals = take("signals", (32 + 5 * tiles + 4 + cdiv(tokens, m) + 1,), torch.int32)
     per = dict(
         PARTS=tasks.parts, GATE_UPS=tasks.gate_ups if saved_tiles < tiles else 0, HIDDENS=tasks.hiddens, D_XS=tasks.d_xs,
         D_WEIGHTS=tasks.d_weights,
@@ -211,7 +209,7 @@ def order_tasks(
     listing = dict(
         **tables, tile_expert_ptr=rows.tile_expert, routes_per_expert_ptr=rows.routes_per_expert, peer_rank_ptr=rows.peer_rank,
         saved_tiles=saved_tiles, HALF_TILES=plan.half_tiles and plan.block_k <= m // 2,
-        shared_tiles=triton.cdiv(tokens, m) if shared_width else 0, tokens=tokens, H=hidden, I=width, S=shared_width, ring=ring,
+        shared_tiles=cdiv(tokens, m) if shared_width else 0, tokens=tokens, H=hidden, I=width, S=shared_width, ring=ring,
         BLOCK_M=m, RUN_N=plan.block_n * plan.run, SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs,
         BLOCK=BLOCK_TICKETS, **per,
     )  # fmt: skip
@@ -314,7 +312,7 @@ def prepare(
     of_d_x = take("snapped_d_gate_up_ring", (2, ring * m, width), bf16) if mxfp8 and needs.x else (d_gate_ring, d_up_ring)
     h_ring = take("h_ring", (ring * m, width), bf16)
     weights_ring = take("weights_ring", (ring * m,), fp32)
-    partial = take("d_weights_parts", (triton.cdiv(width, n) * (n // s), ring * m), fp32)
+    partial = take("d_weights_parts", (cdiv(width, n) * (n // s), ring * m), fp32)
     carry = take("carry", (3, width, hidden), fp32) if cut else weights_ring
     order = order_tasks(workspace, rows, plan, tasks, ring, target, most, hidden, width, shared_width, tokens, num_local, saved_tiles)
     expert_grads = results((gate_LIH, up_LIH, down_LHI), main_grads) if needs.experts else None
@@ -371,7 +369,7 @@ def prepare(
         RECOMPUTE=recompute, CARRY=cut, ACCUMULATE=accumulate, BY_COPY_ENGINE=by_copy_engine,
         NEED_WEIGHTS=needs.weights, NEED_EXPERTS=needs.experts, NEED_SHARED=needs.shared and bool(shared),
         RUN=plan.run, ring=ring, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, SLICE=s,
-        BLOCK_H=max(min(plan.block_h, triton.next_power_of_2(hidden)), 32), THREADS=32 * plan.num_warps,
+        BLOCK_H=max(min(plan.block_h, next_power_of_2(hidden)), 32), THREADS=32 * plan.num_warps,
         SHARED_HIDDENS=tasks.shared_hiddens, SHARED_D_XS=tasks.shared_d_xs,
         MXFP8=mxfp8, TRACE=plan.trace, **{**order.per, "PARTS": max(tasks.parts, 1)},  # without pulls their code is compiled all the same
     )  # fmt: skip
@@ -448,11 +446,9 @@ def gather(workspace: Workspace, call: Call, ids_TK: Tensor, num_experts: int, n
     own = workspace.memory.own
     d_x = d_weights = None
     if needs.x:
-        ones = workspace.take("ones", ids_TK.shape, torch.float32).fill_(1.0)
-        d_x = combine(own["combine"], ids_TK, ones, num_experts, call.shared_d_x)
+        d_x = combine(own["combine"], ids_TK, None, num_experts, call.shared_d_x)
     if needs.weights:
-        live = (ids_TK >= 0) & (ids_TK < num_experts)
-        d_weights = torch.where(live, own["d_weights"][: ids_TK.numel()].view(ids_TK.shape), 0.0)
+        d_weights = live_slots(own["d_weights"], ids_TK, num_experts)
     return Gradients(d_x, d_weights, call.experts, call.shared)
 
 
@@ -476,6 +472,6 @@ def backward(
 
         backward_hopper.launch(call.kernel, programs)
     else:
-        backward_kernel[(programs,)](**call.kernel, **options_of(plan, call, workspace.device))
+        enqueue(backward_kernel, (programs,), **call.kernel, **options_of(plan, call, workspace.device))
     workspace.barrier()
     return gather(workspace, call, ids_TK, num_experts, needs)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from mok.kernels import launch_backward
@@ -33,6 +32,7 @@ from mok.kernels.launch_backward import (
     results,
 )
 from mok.kernels.launch_fp8 import BLOCK, QuantizedExperts
+from mok.kernels.launcher import cdiv, enqueue, next_power_of_2
 from mok.kernels.quantize import quantize, quantize_into
 from mok.kernels.schedule import DeviceSchedule
 from mok.quantize import E4M3, FP8_ROW, FP8_SQUARE, Block, Quantized, scale_shape
@@ -104,13 +104,13 @@ def prepare(
     d_y_ring, d_y_scale_ring = quantized_ring("d_y", True)
     x_ring, x_scale_ring = quantized_ring("x", recompute)
     d_gate_up_ring = take("d_gate_up_e4m3_ring", (2, ring * m if needs.x else 0, width), torch.uint8).view(E4M3)
-    d_gate_up_scale_ring = take("d_gate_up_scale_ring", (ring * m, 2 * triton.cdiv(width, BLOCK)), torch.uint8)
+    d_gate_up_scale_ring = take("d_gate_up_scale_ring", (ring * m, 2 * cdiv(width, BLOCK)), torch.uint8)
     wide_rows = ring * m if needs.experts else 0
     wide_d_y, wide_x = (take(name, (wide_rows, hidden), bf16) for name in ("d_y_ring", "x_ring"))
     d_gate, d_up = take("d_gate_up_ring", (2, ring * m if needs.experts or recompute else 0, width), bf16)
     h_ring = take("h_ring", (wide_rows, width), bf16)
     weights_ring = take("weights_ring", (ring * m,), fp32)
-    partial = take("d_weights_parts", (triton.cdiv(width, n) * (n // plan.slice), ring * m), fp32)
+    partial = take("d_weights_parts", (cdiv(width, n) * (n // plan.slice), ring * m), fp32)
     carry = take("carry", (3, width, hidden), fp32) if cut else weights_ring
 
     square = lambda *planes: _planes(planes, BLOCK, BLOCK)  # noqa: E731
@@ -157,7 +157,7 @@ def prepare(
         H=hidden, I=width, K=workspace.top_k, R=memory.size, CLAMP=clamp is not None, RECOMPUTE=recompute, CARRY=cut,
         ACCUMULATE=accumulate, BY_COPY_ENGINE=by_copy_engine, NEED_WEIGHTS=needs.weights, NEED_EXPERTS=needs.experts,
         SNAP_COLUMNS=quantized_weight_gradients, RUN=plan.run, BLOCK_M=m, BLOCK=BLOCK, BLOCK_K=k,
-        BLOCK_H=max(BLOCK, min(2 * plan.block_h, triton.next_power_of_2(hidden))),
+        BLOCK_H=max(BLOCK, min(2 * plan.block_h, next_power_of_2(hidden))),
         THREADS=32 * plan.num_warps, TRACE=plan.trace, **{name: order.per[name] for name in ("PARTS", "GATE_UPS", "HIDDENS", "D_XS")},
     )  # fmt: skip
     return Call(order, kernel, None if accumulate else gradients, None, None)
@@ -218,13 +218,13 @@ def run(
         d_y = d_y_TH if shared_d_y_TH is None else shared_d_y_TH
         of_shared = prepare_shared(workspace, rows, saved, d_y, x_TH, weights_TK, shared, shared_clamp, needs, shared_main_grads, plan)
         of_shared.order.write(workspace.num_sms)
-        backward_kernel[(programs,)](**of_shared.kernel, **options_of(plan, of_shared, workspace.device))
+        enqueue(backward_kernel, (programs,), **of_shared.kernel, **options_of(plan, of_shared, workspace.device))
     call = of_shared
     if needs.x or needs.weights or needs.experts or workspace.memory.size > 1:  # peers wait for this rank
         call = prepare()
         call.order.write(workspace.num_sms)
         workspace.barrier()
-        kernel[(programs,)](**call.kernel, **options_of(plan, call, workspace.device))
+        enqueue(kernel, (programs,), **call.kernel, **options_of(plan, call, workspace.device))
         workspace.barrier()
         if of_shared:
             call = dataclasses.replace(call, shared=of_shared.shared, shared_d_x=of_shared.shared_d_x)

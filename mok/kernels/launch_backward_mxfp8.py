@@ -15,7 +15,6 @@ import math
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from mok.config import TILE_M
@@ -24,6 +23,7 @@ from mok.kernels.backward_mxfp8 import backward_mxfp8_kernel
 from mok.kernels.launch import Saved, Workspace, _rows, trace_record
 from mok.kernels.launch_backward import BackwardPlan, Call, Gradients, Needs, Weights, order_tasks, results
 from mok.kernels.launch_mxfp8 import BLOCK, LEAST_HIDDEN, code_tiles, multiplies_by_scales, plain, tiled
+from mok.kernels.launcher import cdiv, next_power_of_2
 from mok.kernels.quantize import quantize, quantize_into, snap, widen
 from mok.kernels.schedule import DeviceSchedule
 from mok.quantize import E4M3, MX_COLUMN, MX_ROW, Quantized
@@ -52,7 +52,7 @@ class MxTransposed(NamedTuple):
     @staticmethod
     def of_quantized(gate_LHI: Quantized, up_LHI: Quantized, down_LIH: Quantized) -> MxTransposed:
         """Of transposed weights quantized beforehand, with codes in either layout; copies."""
-        whole = lambda pair: tiled(pair, triton.cdiv(pair.values.shape[1], PAIR) * PAIR)  # noqa: E731
+        whole = lambda pair: tiled(pair, cdiv(pair.values.shape[1], PAIR) * PAIR)  # noqa: E731
         return MxTransposed(joined(whole(gate_LHI), whole(up_LHI)), whole(down_LIH))
 
 
@@ -194,7 +194,7 @@ def prepare(
     d_gate, d_up = take("d_gate_up_ring", (2, ring * m if needs.experts or recompute else 0, width), bf16)
     h_ring = take("h_ring", (wide_rows, width), bf16)
     weights_ring = take("weights_ring", (ring * m,), fp32)
-    partial = take("d_weights_parts", (triton.cdiv(width, n) * (n // plan.slice), ring * m), fp32)
+    partial = take("d_weights_parts", (cdiv(width, n) * (n // plan.slice), ring * m), fp32)
     carry = take("carry", (3, width, hidden), fp32) if cut else weights_ring
 
     of_gate_and_up: dict[str, object] = dict.fromkeys(("ring_x_desc", "x_scale_desc", "gate_up_desc", "gate_up_scale_desc"))
@@ -241,7 +241,7 @@ def prepare(
         limit=math.inf if clamp is None else float(clamp), wait_limit=workspace.limit,
         H=hidden, I=width, K=workspace.top_k, R=memory.size, CLAMP=clamp is not None, RECOMPUTE=recompute, CARRY=cut,
         ACCUMULATE=accumulate, BY_COPY_ENGINE=by_copy_engine, NEED_WEIGHTS=needs.weights, NEED_EXPERTS=needs.experts,
-        RUN=plan.run, BLOCK_M=m, BLOCK_K=k, SLICE=plan.slice, BLOCK_H=max(BLOCK, min(2 * plan.block_h, triton.next_power_of_2(hidden))),
+        RUN=plan.run, BLOCK_M=m, BLOCK_K=k, SLICE=plan.slice, BLOCK_H=max(BLOCK, min(2 * plan.block_h, next_power_of_2(hidden))),
         THREADS=32 * plan.num_warps, TRACE=plan.trace, **{name: order.per[name] for name in ("PARTS", "GATE_UPS", "HIDDENS", "D_XS")},
     )  # fmt: skip
     return Call(order, kernel, None if accumulate else gradients, None, None)

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from mok.kernels import launch
 from mok.kernels.combine import combine
 from mok.kernels.forward_fp8 import forward_fp8_kernel
 from mok.kernels.launch import ForwardPlan, Saved, Workspace
+from mok.kernels.launcher import cdiv, enqueue, next_power_of_2
 from mok.kernels.quantize import quantize, quantize_into
 from mok.kernels.schedule import DeviceSchedule
 from mok.kernels.tasks import max_tickets
@@ -98,7 +98,7 @@ def run(
     write_tasks(workspace, arguments, rows, plan)
     workspace.barrier()
     programs = (plan.num_sms or workspace.num_sms) * plan.programs_per_sm
-    kernel[(programs,)](**arguments, num_warps=plan.num_warps, num_stages=plan.num_stages)
+    enqueue(kernel, (programs,), **arguments, num_warps=plan.num_warps, num_stages=plan.num_stages)
     workspace.barrier()
     term = shared_out if term_TH is None else term_TH
     out = combine(workspace.memory.own["combine"], ids_TK, weights_TK, num_experts, term, shared_scale_T)
@@ -169,7 +169,7 @@ def common_arguments(
         saved = Saved(empty(saved_rows, width), empty(saved_rows, width), empty(0, 8), empty(0, 8))
     gate_CI, up_CI = (saved.gate_CI, saved.up_CI) if saved else (x_ring.view(torch.bfloat16),) * 2
     signals = workspace.take("signals", (32 + 3 * tiles,), torch.int32)
-    most = max_tickets(tiles, 0, plan.parts, triton.cdiv(width, BLOCK), triton.cdiv(hidden, 2 * BLOCK), 0)
+    most = max_tickets(tiles, 0, plan.parts, cdiv(width, BLOCK), cdiv(hidden, 2 * BLOCK), 0)
     tasks = workspace.take("tasks", (2 + most,), torch.int64)
     arguments: dict[str, object] = dict(
         x_ptr=memory.own["x_e4m3"].view(torch.bfloat16), x_ptrs=memory.addresses["x_e4m3"],
@@ -182,7 +182,7 @@ def common_arguments(
         signals_ptr=signals, trace_ptr=launch.trace_record(workspace, most + 1, programs) if plan.trace else tasks,
         rank=memory.rank, max_tiles=tiles, ring=ring, saved_rows=saved_rows, limit=float(clamp or 0.0), wait_limit=workspace.limit,
         H=hidden, I=width, K=workspace.top_k, R=memory.size, CLAMP=clamp is not None, SAVE=save, PARTS=plan.parts,
-        BLOCK_M=m, BLOCK_H=min(plan.block_h, triton.next_power_of_2(hidden // 2)), THREADS=32 * plan.num_warps, TRACE=plan.trace,
+        BLOCK_M=m, BLOCK_H=min(plan.block_h, next_power_of_2(hidden // 2)), THREADS=32 * plan.num_warps, TRACE=plan.trace,
     )  # fmt: skip
     return arguments, saved
 

@@ -15,14 +15,13 @@ import dataclasses
 from typing import NamedTuple, cast
 
 import torch
-import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mok.kernels import launch, launch_fp8
 from mok.kernels.forward_mxfp8 import forward_mxfp8_kernel
 from mok.kernels.launch import ForwardPlan, Saved, Workspace
 from mok.kernels.launch_fp8 import BLOCK
+from mok.kernels.launcher import Descriptor, cdiv
 from mok.kernels.quantize import quantize, snap, widen
 from mok.kernels.schedule import DeviceSchedule
 from mok.quantize import E4M3, MX_ROW, Quantized, from_tcgen05, scale_shape, to_tcgen05
@@ -59,7 +58,7 @@ class MxExperts(NamedTuple):
             if values.dtype != E4M3 or scale.dtype != torch.uint8:
                 raise TypeError(f"{name} has dtypes {values.dtype} and {scale.dtype}: must be {E4M3} and torch.uint8")
             experts, rows, columns = values.shape
-            expected = (experts * triton.cdiv(rows, 128), *code_tiles(128, columns)[1:])
+            expected = (experts * cdiv(rows, 128), *code_tiles(128, columns)[1:])
             if tuple(scale.shape) != expected:
                 raise ValueError(f"{name}: scale has shape {tuple(scale.shape)}: must be {expected} for values {tuple(values.shape)}")
             if not (values.is_contiguous() and scale.is_contiguous()):
@@ -117,12 +116,12 @@ def multiplies_by_scales(device: torch.device) -> bool:
 
 def padded_rows(hidden: int) -> int:
     """Rows of a down matrix. Example: 7168 -> 7168, 2880 -> 2944, 96 -> 256."""
-    return max(triton.cdiv(hidden, BLOCK), 2) * BLOCK
+    return max(cdiv(hidden, BLOCK), 2) * BLOCK
 
 
 def code_tiles(rows: int, columns: int) -> tuple[int, int, int, int]:
     """The shape of the codes of [rows, columns], in tiles."""
-    return triton.cdiv(rows, 128), triton.cdiv(columns, 128), 32, 16
+    return cdiv(rows, 128), cdiv(columns, 128), 32, 16
 
 
 def forward(
@@ -166,21 +165,21 @@ def forward(
     )  # fmt: skip
 
 
-def _codes(tiled: Tensor) -> TensorDescriptor:
+def _codes(tiled: Tensor) -> Descriptor:
     """A descriptor of codes, for one tile of them."""
-    return TensorDescriptor(tiled, [1, *tiled.shape[:2], 2, 256], [tiled.numel(), *_strides(tiled)], [1, 1, 1, 2, 256])
+    return Descriptor(tiled, [1, *tiled.shape[:2], 2, 256], [tiled.numel(), *_strides(tiled)], [1, 1, 1, 2, 256])
 
 
-def _code_pair(first: Tensor, second: Tensor) -> TensorDescriptor:
+def _code_pair(first: Tensor, second: Tensor) -> Descriptor:
     """One descriptor of the codes of two matrices of the same shape; the second one lies behind the first."""
     distance = second.data_ptr() - first.data_ptr()
-    return TensorDescriptor(first, [2, *first.shape[:2], 2, 256], [distance, *_strides(first)], [2, 1, 1, 2, 256])
+    return Descriptor(first, [2, *first.shape[:2], 2, 256], [distance, *_strides(first)], [2, 1, 1, 2, 256])
 
 
-def _next_codes(tiled: Tensor) -> TensorDescriptor:
+def _next_codes(tiled: Tensor) -> Descriptor:
     """A descriptor of codes in which every tile has a companion, that of the next 128 rows."""
     tiles, across = tiled.shape[:2]
-    return TensorDescriptor(tiled, [2, tiles - 1, across, 2, 256], [across * 512, *_strides(tiled)], [2, 1, 1, 2, 256])
+    return Descriptor(tiled, [2, tiles - 1, across, 2, 256], [across * 512, *_strides(tiled)], [2, 1, 1, 2, 256])
 
 
 def _strides(tiled: Tensor) -> list[int]:

@@ -109,12 +109,13 @@ class PeerMemory:
     own: dict[str, Tensor]
     addresses: dict[str, Tensor]
     host: Tensor
+    words: Any  # the same memory, which is looked at several times in every call
     handle: Any = None
 
     def failure(self) -> tuple[dict[str, int], dict[str, int] | None] | None:
         """The report that ended a call of this rank, if one did, and what this rank itself lacked then. Reads host memory only: no
         synchronization."""
-        if int(self.host[0]) == 0:
+        if not self.words[0]:
             return None
         report, own = (dict(zip(REPORT_FIELDS, record[1:], strict=True)) for record in self.host.view(2, RECORD_WORDS).tolist())
         return report, own if int(self.host[RECORD_WORDS]) else None
@@ -140,7 +141,7 @@ def _view(buffer: Tensor, layout: Sequence[Region], rank: int, bases: Sequence[i
     if not cuda:
         host.share_memory_()
     own["control"][HOST : HOST + 2].copy_(torch.tensor([host.data_ptr()], dtype=torch.int64).view(torch.int32))
-    return PeerMemory(rank, len(bases), buffer, own, {r.name: table[i] for i, r in enumerate(layout)}, host, handle)
+    return PeerMemory(rank, len(bases), buffer, own, {r.name: table[i] for i, r in enumerate(layout)}, host, host.numpy(), handle)
 
 
 def virtual_memory(layout: Sequence[Region], ranks: int, device: torch.device) -> list[PeerMemory]:

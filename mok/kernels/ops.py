@@ -29,11 +29,13 @@ from mok.kernels import launch, launch_backward, launch_backward_fp8, launch_bac
 from mok.kernels.launch import ForwardPlan, Saved, Workspace
 from mok.kernels.launch_backward import BackwardPlan, Needs
 from mok.kernels.launch_fp8 import QuantizedExperts
+from mok.kernels.launcher import cdiv, enqueue
 from mok.kernels.schedule import DeviceSchedule, max_tiles, schedule_sizes
 from mok.kernels.signals import peer_address
+from mok.operators import operator
 from mok.quantize import Precision, Quantized
 from mok.schedule import local_experts
-from mok.tune import Choice, Key, tuned
+from mok.tune import Key, tuned
 
 KEPT = 5  # tensors that the forward returns for the backward: gate, up, and the shared experts' gate, up and output
 
@@ -101,27 +103,28 @@ def _turn(inner: Workspace) -> Iterator[None]:
             stream.wait_event(inner.last_call)
         inner.last_stream = stream
         yield
-        inner.last_call = stream.record_event()
+        if inner.last_call is None:
+            inner.last_call = torch.cuda.Event()
+        inner.last_call.record(stream)
 
 
 def plan_of(num_sms: int, minibatch: int, macrobatch: int) -> list[int]:
     return [num_sms, minibatch // TILE_M, macrobatch // TILE_M]
 
 
-@functools.cache
-def _choice(
-    device: torch.device, tokens: int, hidden: int, width: int, num_experts: int, top_k: int, ranks: int, precision: Precision, num_sms: int
-) -> Choice:  # fmt: skip
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return tuned(Key(gpu, tokens, hidden, width, num_experts, top_k, ranks, precision), num_sms)
-
-
 def plans(inner: Workspace, plan: list[int], width: int, num_experts: int) -> tuple[ForwardPlan, BackwardPlan]:
     """How to cut a layer of this width: as `mok.tune.tuned` has it for the workspace's shape, within the plan. Files are read once."""
-    num_sms, most_tiles, ring_tiles = plan
-    size = inner.memory.size
-    shape = (inner.max_tokens, inner.hidden, width, num_experts, inner.top_k, size, inner.precision)
-    choice = _choice(inner.device, *shape, num_sms or inner.num_sms)
+    shape = (inner.max_tokens, inner.hidden, width, num_experts, inner.top_k, inner.memory.size, inner.precision)
+    return _plans(inner.device, *shape, inner.num_sms, *plan)
+
+
+@functools.cache
+def _plans(
+    device: torch.device, tokens: int, hidden: int, width: int, num_experts: int, top_k: int, ranks: int, precision: Precision,
+    all_sms: int, num_sms: int, most_tiles: int, ring_tiles: int,
+) -> tuple[ForwardPlan, BackwardPlan]:  # fmt: skip
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    choice = tuned(Key(gpu, tokens, hidden, width, num_experts, top_k, ranks, precision), num_sms or all_sms)
     forward = ForwardPlan(**{**choice.forward, "num_sms": num_sms, "ring_tiles": ring_tiles})
     forward = dataclasses.replace(forward, minibatch_tiles=min(forward.minibatch_tiles, most_tiles))
     return forward, BackwardPlan(**{**choice.backward, "num_sms": num_sms, "ring_tiles": ring_tiles})
@@ -156,7 +159,7 @@ def make_schedule(inner: Workspace, ids: Tensor, num_experts: int) -> list[Tenso
         # Between this schedule's barriers and the next one's, every rank's counts stand where it wrote them.
         total = torch.empty(num_experts, dtype=torch.int64, device=ids.device)
         view = inner.memory
-        sum_counts_kernel[(triton.cdiv(num_experts, 256),)](view.addresses["counts"], total, num_experts, R=view.size, BLOCK=256)
+        enqueue(sum_counts_kernel, (cdiv(num_experts, 256),), view.addresses["counts"], total, num_experts, R=view.size, BLOCK=256)
     return [*vars(rows).values(), total]
 
 
@@ -167,7 +170,7 @@ def fake_schedule(inner: Workspace, ids: Tensor, num_experts: int) -> list[Tenso
     return [*(ids.new_empty(size, dtype=torch.int32) for size in sizes), ids.new_empty(num_experts, dtype=torch.int64)]
 
 
-@torch.library.custom_op("mok::gpu_schedule", mutates_args=())
+@operator("mok::gpu_schedule")
 def gpu_schedule(ids: Tensor, workspace: int, num_experts: int) -> list[Tensor]:
     """The fields of a DeviceSchedule, then int64 [E], the routes of the whole group to each expert. ids: int64 [T, K], contiguous."""
     return make_schedule(workspace_of(workspace), ids, num_experts)
@@ -181,7 +184,7 @@ def _(ids: Tensor, workspace: int, num_experts: int) -> list[Tensor]:
 # ---- forward ----
 
 
-@torch.library.custom_op("mok::gpu_forward", mutates_args=())
+@operator("mok::gpu_forward")
 def gpu_forward(
     x: Tensor,
     ids: Tensor,
@@ -244,7 +247,7 @@ def _(x, ids, weights, gate, up, down, shared_gate, shared_up, shared_down, shar
     return [x.new_empty(x.shape), *(x.new_empty(shape) for shape in kept), *made]
 
 
-@torch.library.custom_op("mok::gpu_shared_gate_up", mutates_args=())
+@operator("mok::gpu_shared_gate_up")
 def gpu_shared_gate_up(
     x: Tensor, gate: Tensor, up: Tensor, shared_gate: Tensor, shared_up: Tensor, schedule: list[Tensor], workspace: int,
     clamp: float | None, shared_clamp: float | None, plan: list[int],
@@ -278,7 +281,7 @@ def _(x, gate, up, shared_gate, shared_up, *rest):  # type: ignore[no-untyped-de
 # ---- backward ----
 
 
-@torch.library.custom_op("mok::gpu_backward", mutates_args=("main_grads", "shared_main_grads"))
+@operator("mok::gpu_backward", mutated=("main_grads", "shared_main_grads"))
 def gpu_backward(
     d_out: Tensor,
     x: Tensor,
@@ -342,7 +345,7 @@ def _(d_out, x, ids, weights, gate, up, down, shared_gate, shared_up, shared_dow
 # ---- with weights quantized beforehand ----
 
 
-@torch.library.custom_op("mok::gpu_forward_prequantized", mutates_args=())
+@operator("mok::gpu_forward_prequantized")
 def gpu_forward_prequantized(
     x: Tensor,
     ids: Tensor,
@@ -410,7 +413,7 @@ def backward_from_pairs(
     )  # fmt: skip
 
 
-@torch.library.custom_op("mok::gpu_backward_prequantized", mutates_args=("main_grads", "shared_main_grads"))
+@operator("mok::gpu_backward_prequantized", mutated=("main_grads", "shared_main_grads"))
 def gpu_backward_prequantized(
     d_out: Tensor,
     x: Tensor,

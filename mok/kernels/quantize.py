@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mok.kernels.launcher import cdiv, enqueue
 from mok.kernels.signals import INTERPRETING
 from mok.quantize import E4M3, MX_ROW, Block, Quantized, scale_shape
 
@@ -158,8 +159,8 @@ def quantize(x: Tensor, block: Block, tcgen05: bool = False, count: Tensor | Non
     """
     if tcgen05 and block != MX_ROW:
         raise ValueError(f"block={block}: must be {MX_ROW} for scales in the layout of tcgen05")
-    tiles = math.prod(x.shape[:-2]) * triton.cdiv(x.shape[-2], TILE)
-    shape = (tiles, triton.cdiv(x.shape[-1], TILE), 32, 16) if tcgen05 else scale_shape(x.shape, block)
+    tiles = math.prod(x.shape[:-2]) * cdiv(x.shape[-2], TILE)
+    shape = (tiles, cdiv(x.shape[-1], TILE), 32, 16) if tcgen05 else scale_shape(x.shape, block)
     values = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     return quantize_into(x, block, values, torch.empty(shape, dtype=torch.uint8, device=x.device), tcgen05, count, least)
 
@@ -174,7 +175,8 @@ def quantize_into(
     # The kernel is compiled for strides: where there is one row or column, for those of a contiguous tensor, whatever the tensor's are.
     down, across = x_EMN.stride(1) if rows > 1 else columns, x_EMN.stride(2) if columns > 1 else 1
     if values.numel():
-        quantize_kernel[(experts * triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE),)](
+        enqueue(
+            quantize_kernel, (experts * cdiv(rows, TILE) * cdiv(columns, TILE),),
             x_EMN, values, scale, scale if count is None else count, rows, columns, between, down, across, least,
             ROWS=block[0], COLUMNS=block[1], TCGEN05=tcgen05, ALIGNED=down == 1 and rows % 16 == 0, COUNTED=count is not None,
             TILE=TILE, num_warps=8,
@@ -206,9 +208,10 @@ def snap(x: Tensor, block: Block, count: Tensor | None = None, least: int = 0) -
     x = x.detach().contiguous()
     out = torch.empty_like(x)
     rows, columns = x.shape[-2:]
-    tiles = math.prod(x.shape[:-2]) * triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE)
+    tiles = math.prod(x.shape[:-2]) * cdiv(rows, TILE) * cdiv(columns, TILE)
     if tiles:
-        snap_kernel[(tiles,)](
+        enqueue(
+            snap_kernel, (tiles,),
             x, out, x if count is None else count, rows, columns, least, ROWS=block[0], COLUMNS=block[1], COUNTED=count is not None,
             TILE=TILE, num_warps=8,
         )  # fmt: skip
@@ -244,9 +247,10 @@ def widen(values: Tensor, scale: Tensor, block: Block, count: Tensor | None = No
     247 to 254 those from 2^128 on become Inf. count, least: as `quantize`."""
     out = torch.empty(values.shape, dtype=torch.bfloat16, device=values.device)
     rows, columns = values.shape[-2:]
-    tiles = math.prod(values.shape[:-2]) * triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE)
+    tiles = math.prod(values.shape[:-2]) * cdiv(rows, TILE) * cdiv(columns, TILE)
     if tiles:
-        widen_kernel[(tiles,)](
+        enqueue(
+            widen_kernel, (tiles,),
             values.view(torch.uint8), scale, out, scale if count is None else count, rows, columns, least, COLUMNS=block[1],
             COUNTED=count is not None, TILE=TILE, num_warps=8,
         )  # fmt: skip

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mok.config import TILE_M
+from mok.kernels.launcher import cdiv, enqueue, next_power_of_2
 from mok.kernels.memory import PeerMemory
 from mok.kernels.signals import EXPERT_ID, peer_address, report, tell_host
 from mok.schedule import local_experts
@@ -166,28 +167,33 @@ def empty_schedule(tiles: int, num_local: int, device: torch.device, tile_m: int
 def sort_slots(memory: PeerMemory, ids_TK: Tensor, num_experts: int) -> None:
     """Write this source's counts, starts and order to its peer-visible memory. ids_TK: integers, contiguous."""
     num_slots = ids_TK.numel()
-    num_blocks = triton.cdiv(num_slots, BLOCK_N)
+    num_blocks = cdiv(num_slots, BLOCK_N)
     block_counts = torch.empty(max(num_blocks, 1), num_experts, dtype=torch.int32, device=ids_TK.device)
     if num_blocks:
-        count_kernel[(num_blocks,)](
+        enqueue(
+            count_kernel, (num_blocks,),
             ids_TK, block_counts, memory.addresses["control"], memory.rank, num_slots,
-            E=num_experts, R=memory.size, BLOCK_N=BLOCK_N, BINS=triton.next_power_of_2(num_experts + 1),
+            E=num_experts, R=memory.size, BLOCK_N=BLOCK_N, BINS=next_power_of_2(num_experts + 1),
         )  # fmt: skip
-    scan_kernel[(triton.cdiv(num_experts, SCANNED_EXPERTS),)](
-        block_counts, memory.own["counts"], num_blocks, E=num_experts, BLOCK_B=SCANNED_BLOCKS, BLOCK_E=SCANNED_EXPERTS, num_warps=8
-    )
-    place_kernel[(max(num_blocks, 1),)](
+    enqueue(
+        scan_kernel, (cdiv(num_experts, SCANNED_EXPERTS),),
+        block_counts, memory.own["counts"], num_blocks,
+        E=num_experts, BLOCK_B=SCANNED_BLOCKS, BLOCK_E=SCANNED_EXPERTS, num_warps=8,
+    )  # fmt: skip
+    enqueue(
+        place_kernel, (max(num_blocks, 1),),
         ids_TK, block_counts, memory.own["counts"], memory.own["starts"], memory.own["order"], num_slots,
-        E=num_experts, BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_N=BLOCK_N, CHUNK=64, num_warps=4,
+        E=num_experts, BLOCK_E=next_power_of_2(num_experts), BLOCK_N=BLOCK_N, CHUNK=64, num_warps=4,
     )  # fmt: skip
 
 
 def write_rows(memory: PeerMemory, schedule: DeviceSchedule, num_experts: int, num_programs: int, tile_m: int = TILE_M) -> None:
     """Write this destination's rows; every peer's counts, starts and order must be there (a barrier stands before)."""
     experts = local_experts(num_experts, memory.size, memory.rank)
-    rows_kernel[(num_programs,)](
+    enqueue(
+        rows_kernel, (num_programs,),
         memory.addresses["counts"], memory.addresses["starts"], memory.addresses["order"],
         schedule.peer_rank, schedule.peer_token_idx, schedule.num_tokens, schedule.tokens_per_expert, schedule.routes_per_expert,
         schedule.tile_expert, first=experts.start, num_local=len(experts), R=memory.size, BLOCK_M=tile_m,
-        BLOCK_L=triton.next_power_of_2(max(len(experts), 1)), BLOCK_R=triton.next_power_of_2(memory.size),
+        BLOCK_L=next_power_of_2(max(len(experts), 1)), BLOCK_R=next_power_of_2(memory.size),
     )  # fmt: skip

@@ -16,6 +16,7 @@ import triton.language as tl
 from triton import knobs
 
 from mok.kernels import memory
+from mok.kernels.launcher import enqueue, next_power_of_2
 
 INTERPRETING = tl.constexpr(bool(knobs.runtime.interpret))
 ABORT = tl.constexpr(memory.ABORT)
@@ -185,4 +186,4 @@ def barrier_kernel(control_ptrs, rank, limit, R: tl.constexpr, LANES: tl.constex
 
 def barrier(control: object, rank: int, ranks: int, limit: int) -> None:
     """Launch the barrier on the current stream."""
-    barrier_kernel[(1,)](control, rank, limit, R=ranks, LANES=triton.next_power_of_2(ranks), num_warps=1)
+    enqueue(barrier_kernel, (1,), control, rank, limit, R=ranks, LANES=next_power_of_2(ranks), num_warps=1)

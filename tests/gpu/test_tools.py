@@ -114,7 +114,8 @@ def test_the_suite_layer(tmp_path, precision):
 
 
 def test_the_suite_comm_of_one_rank(tmp_path):
-    rows = run(tmp_path, "comm", "--ranks", "1", "--variants", "layer w8 32x512|st w8 16x1024", "--rows", "2048", "--hidden", "1024")["rows"]
+    sizes = ("--rows", "2048", "--hidden", "1024")
+    rows = run(tmp_path, "comm", "--ranks", "1", "--variants", "layer w8 32x512|st w8 16x1024", *sizes)["rows"]
     rates = {row["variant"]: row["gbs"] for row in rows if "gbs" in row}
     assert set(rates) == {"copy", "layer w8 32x512", "st w8 16x1024"} and all(row["share"] == 0 for row in rows if "gbs" in row)
     us = {row["variant"]: row["us"] for row in rows if row.get("us")}
