@@ -60,8 +60,11 @@ class Operator:
         return results
 
     def run(self, *arguments: Any) -> Any:
-        """The function for the device of the first argument."""
-        return self.kernels.get(arguments[0].device.type, self.function)(*arguments)
+        """The function for the device of the first tensor."""
+        function = self.function
+        if self.kernels:
+            function = self.kernels.get(next(value.device.type for value in arguments if isinstance(value, Tensor)), function)
+        return function(*arguments)
 
     def register_kernel(self, device: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """A decorator: what is called in place of the function on this type of device."""

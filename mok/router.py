@@ -7,7 +7,8 @@ A token's result has the same bits whichever other tokens are there and however 
 are made of operations whose bits do not depend on an element's place in the tensor (PyTorch's own sigmoid and softplus do depend on it:
 on a CPU the last elements of a chunk are computed by other instructions than the rest), sums are taken by halving in an order that depends
 on their length alone (a reduction kernel may split a sum according to how many others there are), and experts are chosen by a stable sort
-(the order that `torch.topk` gives to equal values is undefined).
+(the order that `torch.topk` gives to equal values is undefined). On a GPU, fp32 logits take one kernel forward and one backward
+(`mok.kernels.router`); what their results are is defined here, at the end of the file.
 
 Example: E=4, K=2, sigmoid, logits [0, 2, 2, -1], bias [0.5, 0, 0, 0]. Scores [0.5, 0.881, 0.881, 0.269], biased [1.0, 0.881, 0.881, 0.269]:
 expert 0 is chosen first, then, of the equal 1 and 2, expert 1. Weights [0.5, 0.881] / 1.381 = [0.362, 0.638].
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from mok.config import MoEConfig
 from mok.executor import final, row_linear
+from mok.operators import operator
 
 SUM_EPS = 1e-20
 """Added to a sum of scores before it divides, so that scores that all underflow to zero give weights of zero and not NaN."""
@@ -193,7 +195,7 @@ def _kind(value: object) -> str:
 # torch.compile leaves operators as they are; its own code for exp or for a sum has other bits. Their gradients are written out.
 
 
-@torch.library.custom_op("mok::choose_experts", mutates_args=())
+@operator("mok::choose_experts")
 def _choose(
     logits_TE: Tensor,
     bias_E: Tensor | None,
@@ -205,23 +207,15 @@ def _choose(
     top_groups: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """ids [T, K], weights [T, K], scores [T, E]."""
-    scores_TE = _scores(logits_TE, score)
-    biased_TE = scores_TE if bias_E is None else scores_TE + bias_E.to(scores_TE.dtype)
-    if num_groups == 1:
-        ids_TK = _best(biased_TE, top_k)
-    else:
-        candidates_TC = _group_candidates(biased_TE, num_groups, top_groups)
-        ids_TK = candidates_TC.gather(1, _best(biased_TE.gather(1, candidates_TC), top_k))
-    weights_TK = scores_TE.gather(1, ids_TK)
-    if renormalize:
-        weights_TK = weights_TK / _total(weights_TK)
-    return ids_TK.contiguous(), weights_TK * scaling_factor, scores_TE
+    kernels = _kernels(logits_TE)
+    choose = kernels.choose if kernels else _choose_in_steps
+    return choose(logits_TE, bias_E, score, top_k, renormalize, scaling_factor, num_groups, top_groups)
 
 
-@torch.library.custom_op("mok::choose_experts_backward", mutates_args=())
+@operator("mok::choose_experts_backward")
 def _choose_backward(
-    d_weights_TK: Tensor,
-    d_scores_TE: Tensor,
+    d_weights_TK: Tensor | None,
+    d_scores_TE: Tensor | None,
     logits_TE: Tensor,
     ids_TK: Tensor,
     scores_TE: Tensor,
@@ -229,28 +223,28 @@ def _choose_backward(
     renormalize: bool,
     scaling_factor: float,
 ) -> Tensor:
-    """d_logits [T, E]: with w_k = c s_k / (s_1 + ... + s_K), d_s_k = c (d_w_k - sum_j d_w_j s_j / sum) / sum; then through the score."""
-    d_TK = d_weights_TK * scaling_factor
-    if renormalize:
-        chosen_TK = scores_TE.gather(1, ids_TK)
-        total_T1 = _total(chosen_TK)
-        d_TK = (d_TK - _sum_by_halving(d_TK * (chosen_TK / total_T1), 1).unsqueeze(1)) / total_T1
-    d_TE = d_scores_TE + torch.zeros_like(scores_TE).scatter(1, ids_TK, d_TK)  # the ids of a token are distinct
-    if score == "softmax":
-        return scores_TE * (d_TE - _sum_by_halving(d_TE * scores_TE, 1).unsqueeze(1))
-    if score == "sigmoid":
-        return d_TE * (scores_TE * (1.0 - scores_TE))
-    # sqrt(softplus(x)): sigmoid(x) / (2 y), which is 0 / 0 where softplus underflows, although y = exp(x / 2) is good down to twice as far
-    return d_TE * torch.where(logits_TE < _TAIL, scores_TE / 2, _sigmoid(logits_TE) / (2 * scores_TE))
+    """d_logits [T, E]; a gradient that is None is one of zeros."""
+    kernels = _kernels(logits_TE)
+    backward = kernels.choose_backward if kernels else _choose_backward_in_steps
+    return backward(d_weights_TK, d_scores_TE, logits_TE, ids_TK, scores_TE, score, renormalize, scaling_factor)
+
+
+def _kernels(logits_TE: Tensor) -> Any:
+    """The module whose `choose` and `choose_backward` take such logits in one launch, or None."""
+    if not logits_TE.is_cuda or logits_TE.dtype != torch.float32:
+        return None
+    from mok.kernels import router as kernels
+
+    return kernels if logits_TE.shape[1] <= kernels.MOST_EXPERTS else None
 
 
 @_choose.register_fake
 def _(logits, bias, score, top_k, *rest):  # type: ignore[no-untyped-def]
     tokens = logits.shape[0]
-    return logits.new_empty(tokens, top_k, dtype=torch.int64), logits.new_empty(tokens, top_k), torch.empty_like(logits)
+    return logits.new_empty(tokens, top_k, dtype=torch.int64), logits.new_empty(tokens, top_k), logits.new_empty(logits.shape)
 
 
-_choose_backward.register_fake(lambda d_weights, d_scores, logits, *rest: torch.empty_like(logits))
+_choose_backward.register_fake(lambda d_weights, d_scores, logits, *rest: logits.new_empty(logits.shape))
 
 
 def _choose_setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -259,23 +253,26 @@ def _choose_setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(logits, ids, scores)
     ctx.rest = (score, renormalize, scaling_factor)
     ctx.mark_non_differentiable(ids)
+    ctx.set_materialize_grads(False)  # scores are for the balance loss alone; nobody needs zeros in their size
 
 
-def _choose_gradient(ctx: Any, _: Any, d_weights: Tensor, d_scores: Tensor) -> Any:
-    return _choose_backward(d_weights, d_scores, *ctx.saved_tensors, *ctx.rest), *(None for _ in range(7))
+def _choose_gradient(ctx: Any, _: Any, d_weights: Tensor | None, d_scores: Tensor | None) -> Any:
+    nothing = d_weights is None and d_scores is None
+    d_logits = None if nothing else _choose_backward(d_weights, d_scores, *ctx.saved_tensors, *ctx.rest)
+    return d_logits, *(None for _ in range(7))
 
 
 _choose.register_autograd(final(_choose_gradient), setup_context=_choose_setup)
 
 
-@torch.library.custom_op("mok::balance_loss", mutates_args=())
+@operator("mok::balance_loss")
 def _balance_loss(scores_TE: Tensor, ids_TK: Tensor, tokens: int) -> Tensor:
     sequences, experts = scores_TE.shape[0] // tokens, scores_TE.shape[1]
     P_SE = (scores_TE / _total(scores_TE)).reshape(sequences, tokens, experts).mean(1)
     return (_loads(scores_TE, ids_TK, tokens) * P_SE).sum(1).mean()
 
 
-@torch.library.custom_op("mok::balance_loss_backward", mutates_args=())
+@operator("mok::balance_loss_backward")
 def _balance_loss_backward(d_loss: Tensor, scores_TE: Tensor, ids_TK: Tensor, tokens: int) -> Tensor:
     """d_p = f / (N S), of which a token's part along p itself is lost in the division by the sum."""
     d_p_TE = (_loads(scores_TE, ids_TK, tokens) * (d_loss / scores_TE.shape[0])).repeat_interleave(tokens, 0)
@@ -304,13 +301,13 @@ _balance_loss.register_autograd(
 )
 
 
-@torch.library.custom_op("mok::row_sigmoid", mutates_args=())
+@operator("mok::row_sigmoid")
 def row_sigmoid(x: Tensor) -> Tensor:
     """sigmoid(x), with the same bits at every place of a tensor."""
     return _sigmoid(x)
 
 
-@torch.library.custom_op("mok::row_sigmoid_backward", mutates_args=())
+@operator("mok::row_sigmoid_backward")
 def _row_sigmoid_backward(d_y: Tensor, y: Tensor) -> Tensor:
     return d_y * (y * (1.0 - y))
 
@@ -323,13 +320,13 @@ row_sigmoid.register_autograd(
 )
 
 
-@torch.library.custom_op("mok::scale_rows", mutates_args=())
+@operator("mok::scale_rows")
 def scale_rows(y_TH: Tensor, scale_T: Tensor) -> Tensor:
     """Every row of y times its scale."""
     return y_TH * scale_T[:, None]
 
 
-@torch.library.custom_op("mok::scale_rows_backward", mutates_args=())
+@operator("mok::scale_rows_backward")
 def _scale_rows_backward(d_out: Tensor, y_TH: Tensor, scale_T: Tensor) -> tuple[Tensor, Tensor]:
     return d_out * scale_T[:, None], (d_out * y_TH).sum(1)
 
@@ -343,6 +340,55 @@ scale_rows.register_autograd(
 
 
 # ---- their arithmetic ----
+
+
+def _choose_in_steps(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    score: str,
+    top_k: int,
+    renormalize: bool,
+    scaling_factor: float,
+    num_groups: int,
+    top_groups: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The definition of `_choose`, on any device."""
+    scores_TE = _scores(logits_TE.contiguous(), score)
+    biased_TE = scores_TE if bias_E is None else scores_TE + bias_E.to(scores_TE.dtype)
+    ids_TK = _choice(biased_TE, top_k, num_groups, top_groups)
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if renormalize:
+        weights_TK = weights_TK / _total(weights_TK)
+    return ids_TK.contiguous(), weights_TK * scaling_factor, scores_TE
+
+
+def _choose_backward_in_steps(
+    d_weights_TK: Tensor | None,
+    d_scores_TE: Tensor | None,
+    logits_TE: Tensor,
+    ids_TK: Tensor,
+    scores_TE: Tensor,
+    score: str,
+    renormalize: bool,
+    scaling_factor: float,
+) -> Tensor:
+    """The definition of `_choose_backward`, on any device: with w_k = c s_k / (s_1 + ... + s_K),
+    d_s_k = c (d_w_k - sum_j d_w_j s_j / sum) / sum; then through the score."""
+    d_weights_TK = torch.zeros_like(ids_TK, dtype=scores_TE.dtype) if d_weights_TK is None else d_weights_TK
+    d_scores_TE = torch.zeros_like(scores_TE) if d_scores_TE is None else d_scores_TE.contiguous()
+    logits_TE = logits_TE.contiguous()
+    d_TK = d_weights_TK * scaling_factor
+    if renormalize:
+        chosen_TK = scores_TE.gather(1, ids_TK)
+        total_T1 = _total(chosen_TK)
+        d_TK = (d_TK - _sum_by_halving(d_TK * (chosen_TK / total_T1), 1).unsqueeze(1)) / total_T1
+    d_TE = d_scores_TE + torch.zeros_like(scores_TE).scatter(1, ids_TK, d_TK)  # the ids of a token are distinct
+    if score == "softmax":
+        return scores_TE * (d_TE - _sum_by_halving(d_TE * scores_TE, 1).unsqueeze(1))
+    if score == "sigmoid":
+        return d_TE * (scores_TE * (1.0 - scores_TE))
+    # sqrt(softplus(x)): sigmoid(x) / (2 y), which is 0 / 0 where softplus underflows, although y = exp(x / 2) is good down to twice as far
+    return d_TE * torch.where(logits_TE < _TAIL, scores_TE / 2, _sigmoid(logits_TE) / (2 * scores_TE))
 
 
 def _scores(logits_TE: Tensor, score: str) -> Tensor:
@@ -362,6 +408,14 @@ def _sigmoid(x: Tensor) -> Tensor:
 def _best(values_TC: Tensor, count: int) -> Tensor:
     """Indices of the `count` largest values of each row, largest first, of equal ones the lowest index first."""
     return values_TC.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def _choice(biased_TE: Tensor, top_k: int, num_groups: int, top_groups: int) -> Tensor:
+    """The ids [T, K] of the best experts."""
+    if num_groups == 1:
+        return _best(biased_TE, top_k)
+    candidates_TC = _group_candidates(biased_TE, num_groups, top_groups)
+    return candidates_TC.gather(1, _best(biased_TE.gather(1, candidates_TC), top_k))
 
 
 def _group_candidates(biased_TE: Tensor, num_groups: int, top_groups: int) -> Tensor:

@@ -28,6 +28,7 @@ from mok.kernels.forward_hopper import forward_hopper_kernel
 from mok.kernels.forward_mxfp8 import forward_mxfp8_kernel
 from mok.kernels.launch import OF_SHARED, ForwardPlan
 from mok.kernels.launch_mxfp8 import HOPPER_STAGES
+from mok.kernels.router import choose_backward_kernel, choose_kernel
 from mok.kernels.schedule import BLOCK_N, SCANNED_BLOCKS, SCANNED_EXPERTS, count_kernel, place_kernel, rows_kernel, scan_kernel
 from mok.kernels.signals import barrier_kernel
 from mok.kernels.tasks import tasks_kernel
@@ -37,6 +38,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 READABLE = (90, 100)  # the disassembler that comes with Triton 3.6 does not know sm_103; that of 3.9 does
 UNREAD = re.compile(r"(store_)?(shared_)?d_(gate|up|down)_(weight_)?desc")  # weights' gradients: nobody in the kernel reads them
 BF16 = {"x_ptr", "combine_ptr", "ring_ptr", "shared_out_ptr", "y_ptr", "shared_ptr", "out_ptr"}
+FP32 = {"weights_ptr", "shared_scale_ptr", "logits_ptr", "bias_ptr", "scores_ptr", "d_weights_ptr", "d_scores_ptr", "d_logits_ptr"}
 INT64 = {"tasks_ptr", "ids_ptr", "trace_ptr"}
 FP8 = "BLOCK"  # a constant of the forward in FP8 alone
 
@@ -65,13 +67,13 @@ def argument_type(name: str, constants: dict[str, object]) -> str:
         return "*u8"
     if name in BF16:
         return "*bf16"
-    if name in ("weights_ptr", "shared_scale_ptr"):
+    if name in FP32:
         return "*fp32"
     if name.endswith("_scale_ptr"):
         return "*u8"
     if name.endswith("_ptr"):
         return "*i32"
-    return "fp32" if name in ("limit", "shared_limit") and "BLOCK_M" in constants else "i32"
+    return "fp32" if name == "factor" or (name in ("limit", "shared_limit") and "BLOCK_M" in constants) else "i32"
 
 
 def stores_of_copy_engine(ptx: str, descriptors: Sequence[str]) -> list[set[str]]:
@@ -200,11 +202,14 @@ def facts_of(kernel, arch: int, signature: dict[str, str], constants: dict[str, 
         thread_copies=len(re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^\n]*, 0x10", ptx)),
         not_shown=copies_not_shown_to_products(ptx),
         wide_loads=ptx.count("ld.global.v4"), wide_stores=ptx.count("st.global.v4"), narrow_stores=ptx.count("st.global.b16"),
-        exponentials=ttgir.count("ex2.approx"),
+        exponentials=ttgir.count("ex2.approx"), warp_reductions=ptx.count("redux.sync"),
+        inexact=len(re.findall(r"\.ftz|\.approx|\.full|\bfma\.|\b(?:add|sub|mul)\.f32", ptx)),
     )  # fmt: skip
 
 
-def compile_one(kernel, arch: int, constants: dict[str, object], num_warps: int = 4, num_stages: int = 3) -> dict[str, object]:
+def compile_one(
+    kernel, arch: int, constants: dict[str, object], num_warps: int = 4, num_stages: int = 3, **options: object
+) -> dict[str, object]:  # fmt: skip
     tile = {}
     if kernel.is_gluon():  # no arguments of these, but fixed
         tile = dict(BLOCK_M=PLAN.block_m, BLOCK_N=PLAN.block_n)
@@ -216,7 +221,7 @@ def compile_one(kernel, arch: int, constants: dict[str, object], num_warps: int 
                 rank = signature[name].count(",") + 1
                 layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
                 signature[name] = f"{signature[name][:-1]},{layout!r}>"
-    return facts_of(kernel, arch, signature, constants, num_warps=num_warps, num_stages=num_stages)
+    return facts_of(kernel, arch, signature, constants, num_warps=num_warps, num_stages=num_stages, **options)
 
 
 def without(shared: int) -> dict[str, None]:
@@ -266,6 +271,17 @@ def schedule(arch: int) -> list[dict[str, object]]:
     ]
 
 
+def choice(arch: int) -> list[dict[str, object]]:
+    """The router's kernels: the widest row, several rows in groups, and a gradient."""
+    wide = dict(E=1024, K=32, G=1, TOP_GROUPS=1, SCORE="sqrt_softplus", RENORMALIZE=True, T2=1, G2=1, P2=1024)
+    groups = dict(E=256, K=8, G=8, TOP_GROUPS=4, SCORE="softmax", RENORMALIZE=True, T2=2, G2=8, P2=32)
+    gradient = dict(E=384, K=6, SCORE="sqrt_softplus", RENORMALIZE=True, UNROLL=6, T2=1, E2=512)
+    return [
+        compile_one(kernel, arch, constants, 1, enable_fp_fusion=False)
+        for kernel, constants in ((choose_kernel, wide), (choose_kernel, groups), (choose_backward_kernel, gradient))
+    ]
+
+
 def one(case: str) -> list[dict[str, object]]:
     """What a case's kernels became; but those for Hopper alone, a case ends with the compute capability."""
     if case.startswith("forward hopper"):
@@ -293,9 +309,9 @@ TASKS = dict(TILES=16, PARTS=4, UPS=16, DOWNS=28, SHARED_UPS=16, BLOCK_M=128, HA
 COMBINE = dict(H=7168, K=8, E=128, HAS_WEIGHTS=True, HAS_SHARED=True, HAS_SCALE=True, BLOCK_H=1024)
 SMALL = {
     "schedule": schedule, "tasks": lambda arch: [compile_one(tasks_kernel, arch, TASKS)],
-    "combine": lambda arch: [
-        compile_one(combine_kernel, arch, COMBINE), compile_one(live_slots_kernel, arch, dict(E=128, BLOCK=1024))
-    ],
+    "combine": lambda arch: [compile_one(combine_kernel, arch, COMBINE)],
+    "live slots": lambda arch: [compile_one(live_slots_kernel, arch, dict(E=128, BLOCK=1024))],
+    "choice": choice,
     "barrier": lambda arch: [compile_one(barrier_kernel, arch, dict(R=8, LANES=8), 1)],
 }  # fmt: skip
 

@@ -25,7 +25,7 @@ def of_archs(*cases: str) -> list[Any]:
 
 
 FORWARDS = of_archs(*(f"forward{size}" for size in SIZES)) + of_archs(*(f"forward mxfp8{size}" for size in SIZES))
-OTHERS = [(case, arch) for case in ("schedule", "tasks", "combine", "barrier") for arch in ARCHS]
+OTHERS = [(case, arch) for case in ("schedule", "tasks", "combine", "live slots", "barrier", "choice") for arch in ARCHS]
 HOPPER_STACK = {  # bytes; all is read and written outside of the steps
     "forward hopper": 0, "forward hopper shared": 0, "forward hopper two ranks": 0, "forward hopper odd sizes": 0,
     "forward hopper shared saved two ranks": 8,  # an address of a signal, from one task to the next
@@ -171,3 +171,13 @@ def test_forward_uses_the_chip(compiled, case, arch):
 def test_combine_reads_sixteen_bytes_at_a_time(compiled, case, arch):
     (kernel,) = compiled[f"{case} {arch}"]
     assert kernel["wide_loads"] == 1 + 8 and kernel["wide_stores"] == 1  # shared, K = 8
+
+
+@pytest.mark.parametrize(("case", "arch"), [("choice", arch) for arch in ARCHS])
+def test_the_router_rounds_every_operation_and_keeps_rows_within_a_warp(compiled, case, arch):
+    """Of 16 elements of a thread, 32 at E=1024, four are read or written at a time; but ids and weights are stored one by one."""
+    *forwards, backward = compiled[f"{case} {arch}"]
+    for kernel in (*forwards, backward):
+        assert kernel["inexact"] == 0 and kernel["wide_loads"] >= 4 and kernel["wide_stores"] >= 4, kernel
+    assert all(kernel["warp_reductions"] >= 2 and kernel["shared"] <= 4096 for kernel in forwards), forwards
+    assert backward["shared"] == 0, backward

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
+from mok import router as router_module
 from mok.config import MoEConfig
 from mok.router import Router, balance_loss, choose_experts
 
@@ -245,6 +246,42 @@ def test_no_tokens(config):
     assert [tuple(v.shape) for v in r] == [(0, config.top_k), (0, config.top_k), (0, config.num_experts)]
     r.weights_TK.sum().backward()
     assert logits.grad.shape == logits.shape
+
+
+def test_a_gradient_that_nobody_has_is_not_made(monkeypatch):
+    given, original = [], router_module._choose_backward_in_steps
+
+    def backward(d_weights, d_scores, *rest):
+        given.append((d_weights is not None, d_scores is not None))
+        return original(d_weights, d_scores, *rest)
+
+    monkeypatch.setattr(router_module, "_choose_backward_in_steps", backward)
+    c = VARIANTS["groups"]
+    logits, bias, gradients = make_logits(c, 5, torch.float64).requires_grad_(), make_bias(c), []
+    for weights, scores in ((1, 0), (0, 1), (1, 1)):
+        r = choose_experts(logits, c, bias)
+        parts = [part.square().sum() for part, wanted in ((r.weights_TK, weights), (r.scores_TE, scores)) if wanted]
+        gradients += torch.autograd.grad(sum(parts), logits)
+    assert given == [(True, False), (False, True), (True, True)]
+    torch.testing.assert_close(gradients[0] + gradients[1], gradients[2])
+    _, _, unused = choose_experts(logits, c, bias)
+    assert torch.autograd.grad((unused.detach() * logits).sum(), logits)[0].equal(unused)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", ["softmax", "groups"])
+def test_the_operators_are_what_they_say(name, transposed):
+    c = VARIANTS[name]
+    logits = make_logits(c, 6)
+    logits = logits.T.contiguous().T if transposed else logits
+    arguments = (c.score, c.top_k, c.renormalize, c.scaling_factor, c.num_groups, c.top_groups)
+    static = ("test_schema", "test_autograd_registration", "test_faketensor")  # the fourth one takes no integer results
+    torch.library.opcheck(router_module._choose.operator, (logits.requires_grad_(), make_bias(c), *arguments), test_utils=static)
+    ids, weights, scores = (tensor.detach() for tensor in router_module._choose(logits, make_bias(c), *arguments))
+    assert scores.is_contiguous()
+    for d in ((weights, None), (None, scores.T.contiguous().T), (weights, scores)):
+        saved = (logits.detach(), ids, scores, c.score, c.renormalize, c.scaling_factor)
+        torch.library.opcheck(router_module._choose_backward.operator, (*d, *saved))
 
 
 def test_choose_experts_refuses():

@@ -75,7 +75,7 @@ def compile_for(shape: Shape, device: torch.device, ranks: int = 1, precision: P
     """Launch everything once, with a few experts' weights standing for all of a rank. Small kernels that depend on E are launched for E, in
     bf16 alone, as torch's layer."""
     from mok.kernels import launch
-    from mok.kernels.combine import combine
+    from mok.kernels.combine import combine, live_slots
     from mok.kernels.launch_backward import BackwardPlan, runs_ahead
 
     few = shape._replace(E=min(shape.E // ranks, 4))
@@ -89,7 +89,10 @@ def compile_for(shape: Shape, device: torch.device, ranks: int = 1, precision: P
         return torch.cuda.synchronize()
     whole = GpuLayer(shape.T, shape.E, shape.K, experts, None, 1.0, compile_for=ranks)
     launch.schedule(whole.workspace, batch.ids_TK, shape.E)
-    combine(whole.workspace.memory.own["combine"], batch.ids_TK, batch.weights_TK, shape.E, None, None)
+    own = whole.workspace.memory.own
+    for weights in (batch.weights_TK, None):  # of the forward, of the backward
+        combine(own["combine"], batch.ids_TK, weights, shape.E)
+    live_slots(own["d_weights"], batch.ids_TK, shape.E)
     if ranks == 1:
         TorchLayer(*experts).step(*batch)
     torch.cuda.synchronize()
