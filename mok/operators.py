@@ -20,12 +20,10 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 def watched(arguments: Sequence[object]) -> bool:
     """Whether somebody looks at operators."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or any(isinstance(value, Tensor) and (type(value) not in PLAIN or _is_batched(value)) for value in arguments)
-    )
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return True
+    tensors = [value for value in arguments if isinstance(value, Tensor)]
+    return any([type(tensor) not in PLAIN or _is_batched(tensor) for tensor in tensors])
 
 
 _is_batched = torch._C._functorch.is_legacy_batchedtensor  # of autograd.grad(is_grads_batched=True), which is no transform
@@ -83,13 +81,10 @@ class Operator:
 
         class Call(torch.autograd.Function):
             @staticmethod
-            def forward(*arguments: Any) -> Any:
+            def forward(ctx: Any, *arguments: Any) -> Any:  # with a setup_context of its own torch would look at the signature every time
                 results = run(*arguments)
+                setup_context(ctx, arguments, results)
                 return tuple(results) if many else results
-
-            @staticmethod
-            def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-                setup_context(ctx, inputs, list(output) if many else output)
 
             @staticmethod
             def backward(ctx: Any, *d_outs: Any) -> Any:

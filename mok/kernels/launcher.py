@@ -79,9 +79,13 @@ def _of_descriptor(value: Descriptor) -> tuple[Any, ...]:
     return value.base.dtype, value.base.data_ptr() % 16 == 0, *value.block_shape
 
 
-_KINDS: dict[type, Callable[[Any], Any]] = {
-    Tensor: _of_tensor, Descriptor: _of_descriptor, int: _of_integer, bool: type, float: type, type(None): type
-}  # fmt: skip
+class _Kinds(dict[type, Callable[[Any], Any]]):
+    def __missing__(self, kind: type) -> Callable[[Any], Any]:
+        return _of_tensor  # parameters, for instance
+
+
+_KINDS = _Kinds({Tensor: _of_tensor, Descriptor: _of_descriptor, int: _of_integer, bool: type, float: type, type(None): type})
+_PLAIN_KINDS = _Kinds({**_KINDS, int: _of_plain_integer})
 
 
 class _Kernel:
@@ -90,19 +94,16 @@ class _Kernel:
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.names = kernel, [param.name for param in kernel.params]
         self.constants = [param.num for param in kernel.params if param.is_constexpr]
-        self.others = [(param.num, bool(param.do_not_specialize)) for param in kernel.params if not param.is_constexpr]
+        self.plain = [param.num for param in kernel.params if param.do_not_specialize and not param.is_constexpr]
+        self.others = [param.num for param in kernel.params if not param.do_not_specialize and not param.is_constexpr]
         self.compiled: dict[tuple[Any, ...], Any] = {}
 
     def kinds(self, values: Sequence[Any], options: dict[str, Any]) -> tuple[Any, ...]:
-        kinds = [torch.cuda.current_device(), *options.items(), *[values[i] for i in self.constants]]
-        for i, plain in self.others:
-            value = values[i]
-            kind = type(value)
-            if plain and kind is int:
-                kinds.append(_of_plain_integer(value))
-            else:
-                kinds.append(_KINDS.get(kind, _of_tensor)(value))  # parameters are tensors, too
-        return tuple(kinds)
+        return (
+            torch.cuda.current_device(), *options.items(), *[values[i] for i in self.constants],
+            *[_KINDS[type(value)](value) for value in [values[i] for i in self.others]],
+            *[_PLAIN_KINDS[type(value)](value) for value in [values[i] for i in self.plain]],
+        )  # fmt: skip
 
 
 _kernels: dict[int, _Kernel] = {}  # by id: Triton makes a kernel's hash of its source
