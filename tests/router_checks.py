@@ -16,7 +16,7 @@ def config(experts: int, top_k: int, score: str = "softmax", **more) -> MoEConfi
 
 CONFIGS = {
     "softmax": config(128, 8),
-    "softmax as it is, odd": config(257, 5, renormalize=False, scaling_factor=0.75),
+    "softmax as it is, odd": config(129, 5, renormalize=False, scaling_factor=0.75),
     "softmax in groups": config(48, 6, num_groups=3, top_groups=2),
     "sigmoid": config(12, 4, "sigmoid", renormalize=False),
     "sigmoid, bias": config(96, 17, "sigmoid", selection_bias=True, scaling_factor=2.5),
@@ -100,19 +100,20 @@ def check_choice(routing: tuple[Tensor, Tensor, Tensor], logits: Tensor, bias: T
 
 
 def clear_rows(logits: Tensor, bias: Tensor | None, c: MoEConfig) -> Tensor:
-    """Rows whose choice no rounding can change: values next to each other in order are one and the same, or farther apart than that."""
+    """Rows whose choice no rounding can change: the best values next to each other in order are one and the same, or farther apart."""
 
-    def clear(values: Tensor, errors: Tensor) -> Tensor:
-        values, order = values.sort(1)
-        gaps = values.diff(dim=1)
-        return ((gaps == 0) | (gaps > errors.gather(1, order[:, 1:]))).all(1)
+    def clear(values: Tensor, errors: Tensor, best: int) -> Tensor:
+        values, order = values.sort(1, descending=True)
+        gaps = -values.diff(dim=1)[:, :best]
+        return ((gaps == 0) | (gaps > errors.gather(1, order[:, :-1])[:, :best])).all(1)
 
     scores = router._scores(logits.double(), c.score)
     biased = scores if bias is None else scores + bias.double()
     errors = 4e-6 * scores + 4e-7 * biased.abs()
     best_two, places = biased.unflatten(1, (c.num_groups, -1)).topk(2 if c.num_groups > 1 else 1, dim=2)
     errors_of_two = errors.unflatten(1, (c.num_groups, -1)).gather(2, places)
-    return clear(biased, errors) & clear(best_two.sum(2), errors_of_two.sum(2))
+    all_matter = c.num_groups > 1  # the best may stand in other groups
+    return clear(biased, errors, c.num_experts if all_matter else c.top_k) & clear(best_two.sum(2), errors_of_two.sum(2), c.top_groups)
 
 
 # ---- gradients ----

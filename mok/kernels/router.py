@@ -128,13 +128,13 @@ def strike_out_groups(keys, G: tl.constexpr, TOP_GROUPS: tl.constexpr, T2: tl.co
     return tl.reshape(keys, (T2, G2 * P2))
 
 
-@triton.jit(do_not_specialize=["T", "num_biases"])  # one compilation for any number of tokens
+@triton.jit(do_not_specialize=["T", "has_bias"])  # one compilation for any number of tokens
 def choose_kernel(
-    logits_ptr, bias_ptr, ids_ptr, weights_ptr, scores_ptr, T, num_biases, factor,
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, scores_ptr, T, has_bias, factor,
     E: tl.constexpr, K: tl.constexpr, G: tl.constexpr, TOP_GROUPS: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr,
     T2: tl.constexpr, G2: tl.constexpr, P2: tl.constexpr,
 ):  # fmt: skip
-    """T2 tokens, in a tile of G2 groups of P2 experts: powers of two, G and P or more. num_biases: E, or 0 for none.
+    """T2 tokens, in a tile of G2 groups of P2 experts: powers of two, G and P or more. has_bias: 1 or 0.
 
     Each round writes its number beside the expert it takes, so that at the end every chosen one knows its slot.
 
@@ -151,7 +151,7 @@ def choose_kernel(
     scores = scores_of(tl.load(logits_ptr + rows * E + experts, mask=inside, other=float("-inf")), SCORE)
     tl.store(scores_ptr + rows * E + experts, scores, mask=inside)
 
-    bias = tl.load(bias_ptr + experts, mask=real & (experts < num_biases), other=0.0)
+    bias = tl.load(bias_ptr + experts, mask=real & (has_bias > 0), other=0.0)
     keys = tl.where(real, key_of(scores + bias), STRUCK_OUT)
     if G > 1:
         keys = strike_out_groups(keys, G, TOP_GROUPS, T2, G2, P2)
@@ -196,7 +196,7 @@ def choose(
             enqueue(
                 choose_kernel, (cdiv(tokens, rows),),
                 logits, logits if bias_E is None else _aligned(bias_E.to(torch.float32)), ids, weights, scores, tokens,
-                0 if bias_E is None else experts, scaling_factor, E=experts, K=top_k, G=num_groups, TOP_GROUPS=top_groups, SCORE=score,
+                int(bias_E is not None), scaling_factor, E=experts, K=top_k, G=num_groups, TOP_GROUPS=top_groups, SCORE=score,
                 RENORMALIZE=renormalize, T2=rows, G2=padded_groups, P2=padded, num_warps=warps, enable_fp_fusion=False,
             )  # fmt: skip
     return ids, weights, scores

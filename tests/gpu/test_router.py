@@ -37,6 +37,7 @@ CONFIGS = {
     "many in odd groups": checks.config(1020, 12, "sigmoid", num_groups=60, top_groups=7),
     "most padding": checks.config(999, 7, num_groups=3, top_groups=2, renormalize=False),
     "all of many": checks.config(300, 300, "sqrt_softplus", scaling_factor=0.5),
+    "half a tile and one": checks.config(257, 5, "softmax", renormalize=False, scaling_factor=0.75),
     "two": checks.config(2, 2),
 }
 each_config = pytest.mark.parametrize("c", CONFIGS.values(), ids=CONFIGS.keys())
@@ -79,7 +80,7 @@ def test_choice(c):
         routing = choose_experts(logits, c, bias)
         checks.check_choice(tuple(routing), logits, bias, c)
     clear = checks.clear_rows(logits, bias, c)
-    assert clear.float().mean() > 0.3
+    assert clear.sum() > 50
     want = router._choose_in_steps(logits, bias, *checks.arguments_of(c))[0]  # by PyTorch's operators, here too
     assert torch.equal(routing.ids_TK[clear], want[clear])
 
@@ -118,8 +119,8 @@ def two_to(n: Tensor) -> Tensor:
     return ((n + 127) << 23).view(torch.float32)
 
 
-def test_all_fp32_operations_round_as_under_the_interpreter():
-    """A sample whose bits the CPU's additions, multiplications and divisions give, too: none is fused, none loses subnormals."""
+def test_every_operation_rounds_as_on_the_cpu():
+    """None is fused, none takes subnormals for zero."""
     x = torch.cat([-torch.rand(4096, generator=torch.Generator().manual_seed(0)) * 104, torch.tensor([-0.0, -87.5, -103.9, -104.5])])
     n = (x * 1.4426950408889634 + 1.5 * 2**23) - 1.5 * 2**23
     r = (x - n * 0.693359375) - n * -0.00021219444005469057
