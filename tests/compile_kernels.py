@@ -272,13 +272,12 @@ def schedule(arch: int) -> list[dict[str, object]]:
 
 
 def choice(arch: int) -> list[dict[str, object]]:
-    """The router's kernels: the widest row, several rows in groups, and a gradient."""
-    wide = dict(E=1024, K=32, G=1, TOP_GROUPS=1, SCORE="sqrt_softplus", RENORMALIZE=True, T2=1, G2=1, P2=1024)
-    groups = dict(E=256, K=8, G=8, TOP_GROUPS=4, SCORE="softmax", RENORMALIZE=True, T2=2, G2=8, P2=32)
-    gradient = dict(E=384, K=6, SCORE="sqrt_softplus", RENORMALIZE=True, UNROLL=6, T2=1, E2=512)
+    """The router's kernels: of the widest rows in groups, and of gradients."""
+    groups = dict(E=1024, K=9, G=32, TOP_GROUPS=5, SCORE="softmax", RENORMALIZE=True, T2=1, G2=32, P2=32)
+    gradient = dict(E=256, K=6, SCORE="sqrt_softplus", RENORMALIZE=True, UNROLL=6, T2=2, E2=256)
     return [
         compile_one(kernel, arch, constants, 1, enable_fp_fusion=False)
-        for kernel, constants in ((choose_kernel, wide), (choose_kernel, groups), (choose_backward_kernel, gradient))
+        for kernel, constants in ((choose_kernel, groups), (choose_backward_kernel, gradient))
     ]
 
 
