@@ -309,7 +309,7 @@ COMBINE = dict(H=7168, K=8, E=128, HAS_WEIGHTS=True, HAS_SHARED=True, HAS_SCALE=
 SMALL = {
     "schedule": schedule, "tasks": lambda arch: [compile_one(tasks_kernel, arch, TASKS)],
     "combine": lambda arch: [compile_one(combine_kernel, arch, COMBINE)],
-    "live slots": lambda arch: [compile_one(live_slots_kernel, arch, dict(E=128, BLOCK=1024))],
+    "live_slots": lambda arch: [compile_one(live_slots_kernel, arch, dict(E=128, BLOCK=1024))],
     "choice": choice,
     "barrier": lambda arch: [compile_one(barrier_kernel, arch, dict(R=8, LANES=8), 1)],
 }  # fmt: skip

@@ -25,7 +25,7 @@ def of_archs(*cases: str) -> list[Any]:
 
 
 FORWARDS = of_archs(*(f"forward{size}" for size in SIZES)) + of_archs(*(f"forward mxfp8{size}" for size in SIZES))
-OTHERS = [(case, arch) for case in ("schedule", "tasks", "combine", "live slots", "barrier", "choice") for arch in ARCHS]
+OTHERS = [(case, arch) for case in ("schedule", "tasks", "combine", "live_slots", "barrier", "choice") for arch in ARCHS]
 HOPPER_STACK = {  # bytes; all is read and written outside of the steps
     "forward hopper": 0, "forward hopper shared": 0, "forward hopper two ranks": 0, "forward hopper odd sizes": 0,
     "forward hopper shared saved two ranks": 8,  # an address of a signal, from one task to the next

@@ -34,7 +34,7 @@ STACK = {  # bytes; all is read and written outside of the steps
     "backward everything 90": 512, "backward everything 100": 576, "backward everything 103": 576,
     "backward hopper 90": 384, "backward hopper everything 90": 384,
 }  # fmt: skip
-SMALL = {"schedule": 4, "tasks": 1, "combine": 1, "live slots": 1, "barrier": 1, "choice": 2}  # how many kernels; a backward brings its two
+SMALL = {"schedule": 4, "tasks": 1, "combine": 1, "live_slots": 1, "barrier": 1, "choice": 2}  # how many kernels; a backward brings its two
 
 
 @pytest.fixture(scope="module")
