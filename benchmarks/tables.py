@@ -66,6 +66,16 @@ def memory() -> list[str]:
     return out
 
 
+def presets() -> list[str]:
+    rows = read("h200-presets.json")
+    forward, backward = (by_shape(rows, direction=direction) for direction in ("fwd", "bwd"))
+    out = heads("one rank of", f"{', '.join(SIZES)}", "forward ms", "TFLOP/s", "times torch", "backward ms", "TFLOP/s", "times torch")
+    for name in sorted(forward, key=lambda name: (int(name.partition("/")[2]), name)):
+        cells = [cell for row in (forward[name], backward[name]) for cell in (ms(row["ms"]), f"{row['tflops']:.0f}", f"{row['ratio']:.2f}")]
+        out.append(line(name.replace("/", ", "), ", ".join(str(forward[name][letter]) for letter in SIZES), *cells))
+    return out
+
+
 def of_format(name: str) -> list[str]:
     rows = read("h200-formats.json")
     forward, backward = (by_shape(rows, direction=direction, precision=name) for direction in ("fwd", "bwd"))
@@ -112,7 +122,7 @@ def scaling() -> list[str]:
 
 TABLES = {
     "layer": layer, "memory": memory, "fp8": lambda: of_format("fp8"), "mxfp8": lambda: of_format("mxfp8"), "ep": ep, "overlap": overlap,
-    "scaling": scaling,
+    "scaling": scaling, "presets": presets,
 }  # fmt: skip
 
 

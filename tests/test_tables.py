@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["layer", "memory", "fp8", "mxfp8", "ep", "overlap", "scaling"])
+@pytest.mark.parametrize("name", ["layer", "memory", "fp8", "mxfp8", "ep", "overlap", "scaling", "presets"])
 def test_a_table_of_the_readme_is_that_of_the_files(name):
     command = [sys.executable, str(ROOT / "benchmarks" / "tables.py"), name]
     table = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
