@@ -332,7 +332,7 @@ Shapes of several: {", ".join(SEVERAL_GPUS)}
 Shapes that a CPU has, too: {", ".join(TINY)}; PRESET/RANKS, one rank's part of a preset; sizes TxHxIxExK
 {textwrap.fill("Presets: " + ", ".join(PRESETS), 140, break_on_hyphens=False)}
 """
-DEFAULT_SHAPES = dict(minibatch=",".join(ONE_GPU), scaling="qwen3-30b", schedule="qwen3-30b")
+DEFAULT_SHAPES = dict(minibatch="qwen3-30b,kimi-k2-slice", scaling="qwen3-30b", schedule="qwen3-30b")
 
 
 # ---- the command ----
