@@ -26,13 +26,13 @@ def _reject(name: str, value: object, rule: str) -> None:
     raise ValueError(f"{name}={value!r}: {rule}")
 
 
-def _plain(owner: object) -> None:
+def plain(owner: object) -> None:
     """Replace other kinds of numbers (NumPy's, fractions) by Python's, which every rank can pass on."""
     for field in dataclasses.fields(owner):  # type: ignore[arg-type]
         value = getattr(owner, field.name)
         if isinstance(value, numbers.Integral) and not isinstance(value, bool):
             object.__setattr__(owner, field.name, int(value))
-        elif isinstance(value, numbers.Real) and not isinstance(value, bool | float | numbers.Integral):
+        elif isinstance(value, numbers.Real) and not isinstance(value, bool | numbers.Integral) and type(value) is not float:
             object.__setattr__(owner, field.name, float(value))
 
 
@@ -148,7 +148,7 @@ class MoEConfig:
         for name in ("shared_gate", "shared_clamp"):
             if getattr(self, name) and self.num_shared_experts == 0:
                 _reject(name, getattr(self, name), "needs num_shared_experts of at least 1")
-        _plain(self)
+        plain(self)
 
     @property
     def shared_width(self) -> int:
@@ -327,7 +327,7 @@ class Tuning:
         _check_int("num_sms", self.num_sms, 0)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1)
-        _plain(self)
+        plain(self)
 
     def replace(self, **changes: Any) -> Tuning:
         """A copy with some fields changed, checked again."""

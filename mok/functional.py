@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mok.config import TILE_M
+from mok.config import TILE_M, plain
 from mok.fabric import HostFabric, host_fabric
 from mok.quantize import E4M3, WEIGHT_BLOCKS, Precision, WeightFormat, scale_codes, scale_shape
 
@@ -97,6 +97,7 @@ class MoKConfig:
                 raise TypeError(f"{name}={value!r}: must be a number, not {type(value).__name__}")
             if not math.isfinite(value) or value <= 0:
                 raise ValueError(f"{name}={value!r}: must be finite and above 0")
+        plain(self)
 
 
 @dataclass(eq=False)
@@ -336,6 +337,7 @@ def _check_choices(
         assert num_local_experts is not None
         num_experts = num_local_experts * workspace.ep_size
     _check_int("num_experts", num_experts, 1)
+    num_experts = int(num_experts)
     if num_experts > MAX_EXPERTS:
         raise ValueError(f"num_experts={num_experts}: must be at most {MAX_EXPERTS}")
     if not isinstance(top_experts, Tensor):

@@ -9,6 +9,7 @@ tensors that are no plain ones) is shown the operator. Both compute the same.
 from __future__ import annotations
 
 import inspect
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,14 +17,24 @@ import torch
 from torch import Tensor
 
 PLAIN = (Tensor, torch.nn.Parameter)
+PASSED = frozenset((*PLAIN, int, float, bool, str, list, type(None)))  # as they are
 
 
 def watched(arguments: Sequence[object]) -> bool:
     """Whether somebody looks at operators."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return True
+    if torch._C._is_tracing():
+        return True
     tensors = [value for value in arguments if isinstance(value, Tensor)]
     return any([type(tensor) not in PLAIN or _is_batched(tensor) for tensor in tensors])
+
+
+def _number(value: Any) -> Any:
+    """Other kinds of numbers (NumPy's) as Python's, as the dispatcher makes them."""
+    if isinstance(value, numbers.Number) and not isinstance(value, bool):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)  # type: ignore[arg-type]
+    return value
 
 
 _is_batched = torch._C._functorch.is_legacy_batchedtensor  # of autograd.grad(is_grads_batched=True), which is no transform
@@ -37,7 +48,7 @@ class Operator:
 
     def __init__(self, name: str, function: Callable[..., Any], mutated: Sequence[str] = ()) -> None:
         self.operator = torch.library.custom_op(name, mutates_args=mutated)(function)
-        self.register_fake = self.operator.register_fake
+        self.name, self.register_fake = name, self.operator.register_fake
         self.function, self.kernels = function, dict[str, Callable[..., Any]]()
         signature = inspect.signature(function)
         self.many = str(signature.return_annotation).startswith("list")  # of results
@@ -48,8 +59,12 @@ class Operator:
     def __call__(self, *arguments: Any) -> Any:
         if watched(arguments):
             return self.operator(*arguments)
+        if not PASSED.issuperset(map(type, arguments)):
+            arguments = tuple(map(_number, arguments))
         if self.apply is not None:
             return self.apply(*arguments)
+        if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in arguments):
+            return self.operator(*arguments)  # which says in a backward that there is no formula
         with torch.no_grad():
             results = self.run(*arguments)
         for i in self.mutated:
@@ -79,21 +94,20 @@ class Operator:
         self.operator.register_autograd(backward, setup_context=setup_context)
         run, many = self.run, self.many
 
-        class Call(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, *arguments: Any) -> Any:  # with a setup_context of its own torch would look at the signature every time
-                results = run(*arguments)
-                setup_context(ctx, arguments, results)
-                return tuple(results) if many else results
+        def forward(ctx: Any, *arguments: Any) -> Any:  # with a setup_context of its own torch would look at the signature every time
+            results = run(*arguments)
+            setup_context(ctx, arguments, results)
+            return tuple(results) if many else results
 
-            @staticmethod
-            def backward(ctx: Any, *d_outs: Any) -> Any:
-                found = backward(ctx, list(d_outs)) if many else backward(ctx, *d_outs)
-                if isinstance(found, tuple):  # of an argument that is a list, one for each of its tensors
-                    return tuple(None if isinstance(gradient, list | tuple) else gradient for gradient in found)
-                return found
+        def formula(ctx: Any, *d_outs: Any) -> Any:
+            found = backward(ctx, list(d_outs)) if many else backward(ctx, *d_outs)
+            if isinstance(found, tuple):  # of an argument that is a list, one for each of its tensors
+                return tuple(None if isinstance(gradient, list | tuple) else gradient for gradient in found)
+            return found
 
-        self.apply = Call.apply
+        body = {"forward": staticmethod(forward), "backward": staticmethod(formula)}
+        kind: Any = type(torch.autograd.Function)(self.name.replace("::", "_"), (torch.autograd.Function,), body)
+        self.apply = kind.apply  # errors and profiles show its name
 
 
 def operator(name: str, mutated: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Operator]:

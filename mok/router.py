@@ -70,7 +70,7 @@ def choose_experts(logits_TE: Tensor, config: MoEConfig, bias_E: Tensor | None =
         raise ValueError(f"bias_E.shape={tuple(bias_E.shape)}: must be (num_experts={config.num_experts},)")
 
     c = config
-    return Routing(*_choose(logits_TE, bias_E, c.score, c.top_k, c.renormalize, c.scaling_factor, c.num_groups, c.top_groups))
+    return Routing(*_choose(logits_TE, bias_E, c.score, c.top_k, c.renormalize, float(c.scaling_factor), c.num_groups, c.top_groups))
 
 
 def balance_loss(scores_TE: Tensor, ids_TK: Tensor, config: MoEConfig, tokens_per_sequence: int) -> Tensor:

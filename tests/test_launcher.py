@@ -69,7 +69,7 @@ def test_the_second_launch_of_a_kind_goes_to_what_the_first_one_compiled(slow):
     "change",
     [
         dict(x_ptr=X.float()), dict(x_ptr=X.view(-1)[1:]), dict(x_ptr=None), dict(number=1), dict(number=16), dict(number=2**31),
-        dict(number=1.0), dict(number=True), dict(plain=2**31), dict(plain=-(2**31) - 1), dict(SIZE=8), dict(desc=None),
+        dict(number=1.0), dict(number=True), dict(plain=2**31), dict(plain=-(2**31) - 1), dict(SIZE=8), dict(SIZE=4.0), dict(desc=None),
         dict(desc=Descriptor(X, (64, 64), (64, 1), (32, 32))), dict(desc=Descriptor(X, (1, 64, 64), (64, 64, 1), (1, 16, 32))),
         dict(desc=Descriptor(X.half(), (64, 64), (64, 1), (16, 32))), dict(num_warps=4), dict(num_stages=8),
     ],
@@ -87,6 +87,24 @@ def test_what_a_kernel_does_not_ask_about_an_integer_makes_no_kind(slow):
     assert len(slow) == 1 and len(slow[0][1].calls) == 5
 
 
+def test_what_is_compiled_in_the_background_is_waited_for(slow, monkeypatch):
+    class Future:
+        def result(self):  # type: ignore[no-untyped-def]
+            return Compiled()
+
+    monkeypatch.setattr(kernel, "run", lambda *arguments, **options: Future())
+    for _ in range(2):
+        enqueue(kernel, (1,), **GIVEN)
+    ((compiled,),) = [known.compiled.values() for known in launcher._kernels.values()]
+    assert len(compiled.calls) == 1
+
+
+def test_tritons_own_descriptors_are_taken(slow):
+    for _ in range(2):
+        enqueue(kernel, (1,), **{**GIVEN, "desc": TensorDescriptor(X, [64, 64], [64, 1], [16, 32])})
+    assert len(slow) == 1 and len(slow[0][1].calls) == 1
+
+
 def test_another_device_is_another_kind(slow, monkeypatch):
     enqueue(kernel, (1,), **GIVEN)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -102,7 +120,7 @@ def test_kinds_are_as_fine_as_tritons():
     memory = torch.zeros(256, dtype=torch.uint8)
     tensors = [memory[i:].view(dtype) for i in (0, 16, 8) for dtype in (torch.uint8, torch.bfloat16, torch.int64)]
     tensors += [memory[4:], memory[1:]]
-    integers = [0, 1, 2, 15, 16, 32, -1, -16, 2**31 - 1, 2**31, 2**31 + 1, -(2**31), -(2**31) - 1, 2**40, 2**40 + 1]
+    integers = [0, 1, 2, 15, 16, 32, -1, -16, 2**31 - 1, 2**31, 2**31 + 1, 2**62, 2**63, -(2**31), -(2**31) - 1, 2**40, 2**40 + 1]
     blocks = [Descriptor(x, (64, 64), (64, 1), shape) for x in (X, X.float()) for shape in ((16, 32), (32, 16))]
     values = [*tensors, torch.nn.Parameter(X), *integers, *blocks, None, True, False, 1.0, 2.5]
     about = launcher._Kernel(kernel)
@@ -126,7 +144,7 @@ def test_a_descriptor_is_checked_where_its_kind_is_new(slow):
 
 def test_of_gluon_kernels_descriptors_get_layouts():
     gluon = pytest.importorskip("mok.kernels.forward_hopper").forward_hopper_kernel
-    made = launcher.checked(gluon, BLOCKS)
+    made = launcher.checked(gluon, Descriptor(X, (64, 64), (64, 1), (16, 64)))
     assert type(made).__module__.endswith("hopper") and (made.base is X) and made.layout is launcher.layout_of(16, 2)
     assert launcher.checked(gluon, 5) == 5 and type(launcher.checked(combine_kernel, BLOCKS)) is TensorDescriptor
 
@@ -135,3 +153,16 @@ def test_the_hosts_integers():
     for n in (*range(1, 70), 2**20, 2**20 + 1):
         assert next_power_of_2(n) == triton.next_power_of_2(n) and cdiv(n, 7) == triton.cdiv(n, 7)
     assert cdiv(0, 5) == 0
+
+
+def test_memory_made_in_inference_mode_is_ordinary():
+    """An evaluation before training makes the memory that training writes to in place."""
+    from mok.kernels import ops
+
+    with torch.inference_mode():
+        workspace = ops.make_workspace(None, torch.device("cpu"), 8, 64, 2, 4, 1.0, 2)
+        taken = workspace.take("x_ring", (4, 64), torch.bfloat16)
+    made = [taken, workspace.memory.buffer, workspace.memory.host, *workspace.memory.own.values(), *workspace.memory.addresses.values()]
+    assert not any(tensor.is_inference() for tensor in made)
+    taken.zero_()
+    workspace.memory.clear_failure()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -156,6 +157,37 @@ def test_what_is_changed_is_seen_to_be():
         assert torch.equal(way(x, [leaf.detach()]), x * 2) and torch.equal(leaf.detach(), x)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.sum().backward()
+
+
+def test_numbers_of_other_kinds_become_pythons():
+    x, *rest = problem()
+    (out, *_), seen = scaled(x, rest[0], rest[1], np.float64(3), rest[3]), []
+    assert torch.equal(out, scaled(x, *rest)[0])
+
+    @operator("mok_test::kinds")
+    def kinds(x: Tensor, number: int, factor: float) -> Tensor:
+        seen.append((type(number), type(factor)))
+        return x * number * factor
+
+    kinds.register_fake(lambda x, *_: torch.empty_like(x))
+    for way in (kinds, kinds.operator):
+        way(torch.ones(2), np.int64(3), np.float32(2))
+    assert seen == [(int, float)] * 2
+
+
+def test_without_a_formula_a_backward_says_so():
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="formula"):
+        add_to(x, []).sum().backward()
+
+
+def test_errors_and_profiles_have_the_operators_name():
+    assert "mok_test_scaled" in type(scaled(*problem())[0].grad_fn).__name__
+
+
+def test_tracing_sees_the_operator():
+    traced = torch.jit.trace(lambda x: negated(x), torch.ones(2), check_trace=False)
+    assert "mok_test::negated" in str(traced.graph)
 
 
 def test_a_device_has_its_own_function():

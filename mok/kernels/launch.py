@@ -134,8 +134,10 @@ class Workspace:
         found = self.scratch.get(name)
         if found is None or found.dtype != dtype or found.numel() < count:
             self.retire(found)
-            found = self.scratch[name] = torch.empty(max(count, 1), dtype=dtype, device=self.device)
-        view = self.views[name] = found[:count].view(shape)
+            with torch.inference_mode(False):  # it is written to in later calls of any mode
+                found = self.scratch[name] = torch.empty(max(count, 1), dtype=dtype, device=self.device)
+        with torch.inference_mode(False):
+            view = self.views[name] = found[:count].view(shape)
         return view
 
     def retire(self, *buffers: Tensor | None) -> None:

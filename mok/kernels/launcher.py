@@ -4,7 +4,8 @@ Triton looks at every argument of every launch, joins what it found into a strin
 they were when it was compiled: tens of microseconds, of the largest kernels here hundreds. `enqueue` makes a tuple of what compiled code
 can depend on: the device, options and constants, and of every other argument its kind. A tuple that has been seen leads to the compiled
 kernel; a new one goes Triton's way. Kinds are at least as fine as Triton's: of pointers the dtype and whether they are multiples of 16
-bytes, of integers the width and, unless the kernel says otherwise, whether they are 1 or multiples of 16.
+bytes, of integers the width and, unless the kernel says otherwise, whether they are 1 or multiples of 16. What Triton reads of its knobs
+(debug, instrumentation) counts as it is when a kind is new.
 """
 
 from __future__ import annotations
@@ -62,20 +63,20 @@ def checked(kernel: Any, value: Any) -> Any:
     return GluonDescriptor(value.base, list(value.shape), list(value.strides), list(value.block_shape), layout)
 
 
-def _of_integer(value: int) -> tuple[bool, ...]:
-    return -(2**31) <= value < 2**31, value == 1, value % 16 == 0
+def _of_integer(value: int) -> tuple[object, ...]:
+    return _of_plain_integer(value), value == 1, value % 16 == 0
 
 
-def _of_plain_integer(value: int) -> bool:
-    """Of one that the kernel does not want to know more of."""
-    return -(2**31) <= value < 2**31
+def _of_plain_integer(value: int) -> int:
+    """Of one that the kernel does not want to know more of: 32 or 64 bits, or beyond what has a sign."""
+    return (-(2**31) <= value < 2**31) + 2 * (value >= 2**63)
 
 
 def _of_tensor(value: Tensor) -> tuple[torch.dtype, bool]:
     return value.dtype, value.data_ptr() % 16 == 0
 
 
-def _of_descriptor(value: Descriptor) -> tuple[Any, ...]:
+def _of_descriptor(value: TensorDescriptor) -> tuple[Any, ...]:
     return value.base.dtype, value.base.data_ptr() % 16 == 0, *value.block_shape
 
 
@@ -84,7 +85,8 @@ class _Kinds(dict[type, Callable[[Any], Any]]):
         return _of_tensor  # parameters, for instance
 
 
-_KINDS = _Kinds({Tensor: _of_tensor, Descriptor: _of_descriptor, int: _of_integer, bool: type, float: type, type(None): type})
+_OTHERS: dict[type, Callable[[Any], Any]] = {Descriptor: _of_descriptor, TensorDescriptor: _of_descriptor, bool: type, float: type}
+_KINDS = _Kinds({**_OTHERS, Tensor: _of_tensor, int: _of_integer, type(None): type})
 _PLAIN_KINDS = _Kinds({**_KINDS, int: _of_plain_integer})
 
 
@@ -99,8 +101,9 @@ class _Kernel:
         self.compiled: dict[tuple[Any, ...], Any] = {}
 
     def kinds(self, values: Sequence[Any], options: dict[str, Any]) -> tuple[Any, ...]:
+        constants = [values[i] for i in self.constants]
         return (
-            torch.cuda.current_device(), *options.items(), *[values[i] for i in self.constants],
+            torch.cuda.current_device(), *options.items(), *constants, *map(type, constants),  # True is 1, and not the same constant
             *[_KINDS[type(value)](value) for value in [values[i] for i in self.others]],
             *[_PLAIN_KINDS[type(value)](value) for value in [values[i] for i in self.plain]],
         )  # fmt: skip
@@ -124,6 +127,7 @@ def enqueue(kernel: Any, grid: Grid, *arguments: Any, **named: Any) -> None:
     kinds = known.kinds(values, named)
     compiled = known.compiled.get(kinds)
     if compiled is None:
-        known.compiled[kinds] = kernel[grid](*[checked(kernel, value) for value in values], **named)
+        made = kernel[grid](*[checked(kernel, value) for value in values], **named)
+        known.compiled[kinds] = made.result() if hasattr(made, "result") else made  # of what is compiled in the background
     else:
         compiled[(*grid, 1, 1)](*values)

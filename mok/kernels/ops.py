@@ -67,7 +67,7 @@ def make_workspace(
     most = max(shape[0] for shape in everyone)
     sizes = (most, hidden, num_experts, top_k, len(everyone))
     layout = memory.common_regions(*sizes) if precision is None else memory.layer_regions(precision, *sizes)
-    with _on(device):
+    with _on(device), torch.inference_mode(False):  # it is written to in later calls of any mode
         view = memory.virtual_memory(layout, 1, device)[0] if alone else memory.symmetric_memory(layout, group, device)
         form = dict(precision=precision or "bf16", quantized_weight_gradients=quantized_weight_gradients)
         workspace = Workspace(view, most, hidden, top_k, device, timeout_s, num_sms, **form)  # type: ignore[arg-type]
