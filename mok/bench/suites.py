@@ -312,7 +312,7 @@ def comm_table(rows: Sequence[Row]) -> list[Row]:
         rates = gbs if isinstance(gbs, dict) else {"": gbs}
         programs = max(rates, key=lambda count: rates[count]) if rates else ""
         best = {"best GB/s": rates.get(programs), "programs": programs, "us": row.get("us")}
-        remote = row.get("share", float(row.get("ep", 2) > 1))
+        remote = row.get("share", float(row.get("ep") != 1))
         lines.append({"": ", ".join(filter(None, (row["variant"], row.get("routing")))), "remote": remote, **best})
     return lines
 
