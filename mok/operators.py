@@ -23,9 +23,9 @@ PASSED = frozenset((*PLAIN, int, float, bool, str, list, type(None)))  # as they
 
 def watched(arguments: Sequence[object]) -> bool:
     """Whether somebody looks at operators."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling():  # asked first: torch.compile traces no further
         return True
-    if torch._C._is_tracing():
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing():
         return True
     tensors = [value for value in arguments if isinstance(value, Tensor)]
     return any([type(tensor) not in PLAIN or _is_batched(tensor) for tensor in tensors])

@@ -90,7 +90,9 @@ WHOLE, HALF, WEIGHT, AGAIN = (gl.constexpr(i) for i in range(4))
 
 # fp32 sums [128, 64] between the tensor cores' layout and that of rows: both sides without conflicts of banks.
 SUMS_IN_SHARED = gl.constexpr(
-    gl.SharedLinearLayout([[0, 1], [0, 2], [0, 8], [0, 16], [0, 32], [0, 12], [1, 16], [2, 32], [4, 0], [8, 0], [16, 0], [32, 0], [64, 0]])
+    gl.SharedLinearLayout(
+        [[0, 1], [0, 2], [0, 8], [0, 16], [0, 32], [0, 12], [1, 16], [2, 32], [4, 0], [8, 0], [16, 0], [32, 0], [64, 0]]
+    )
 )
 SPREAD = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # in which `gradients.hidden_slices` adds up a row
 

@@ -10,6 +10,7 @@ bytes, of integers the width and, unless the kernel says otherwise, whether they
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +31,17 @@ def cdiv(a: int, b: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The least power of two that is at least n, for n from 1 on."""
     return 1 << (n - 1).bit_length()
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Launch on this device; the interpreter's is the CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """As the copy engine and wide loads read it: contiguous, from a multiple of 16 bytes on."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 class Descriptor(TensorDescriptor):

@@ -29,7 +29,7 @@ from mok.kernels import launch, launch_backward, launch_backward_fp8, launch_bac
 from mok.kernels.launch import ForwardPlan, Saved, Workspace
 from mok.kernels.launch_backward import BackwardPlan, Needs
 from mok.kernels.launch_fp8 import QuantizedExperts
-from mok.kernels.launcher import cdiv, enqueue
+from mok.kernels.launcher import aligned, cdiv, enqueue, on_device
 from mok.kernels.schedule import DeviceSchedule, max_tiles, schedule_sizes
 from mok.kernels.signals import peer_address
 from mok.operators import operator
@@ -67,7 +67,7 @@ def make_workspace(
     most = max(shape[0] for shape in everyone)
     sizes = (most, hidden, num_experts, top_k, len(everyone))
     layout = memory.common_regions(*sizes) if precision is None else memory.layer_regions(precision, *sizes)
-    with _on(device), torch.inference_mode(False):  # it is written to in later calls of any mode
+    with on_device(device), torch.inference_mode(False):  # it is written to in later calls of any mode
         view = memory.virtual_memory(layout, 1, device)[0] if alone else memory.symmetric_memory(layout, group, device)
         form = dict(precision=precision or "bf16", quantized_weight_gradients=quantized_weight_gradients)
         workspace = Workspace(view, most, hidden, top_k, device, timeout_s, num_sms, **form)  # type: ignore[arg-type]
@@ -83,18 +83,13 @@ def workspace_of(number: int) -> Workspace:
     return workspace
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Launch on this device; the interpreter's is the CPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
 @contextlib.contextmanager
 def _turn(inner: Workspace) -> Iterator[None]:
     """Launch on the workspace's device, and after the call before on whichever stream that was: it used the same memory.
 
     Inside a capture the order of graphs is their user's business.
     """
-    with _on(inner.device):
+    with on_device(inner.device):
         if inner.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             yield
             return
@@ -128,12 +123,6 @@ def _plans(
     forward = ForwardPlan(**{**choice.forward, "num_sms": num_sms, "ring_tiles": ring_tiles})
     forward = dataclasses.replace(forward, minibatch_tiles=min(forward.minibatch_tiles, most_tiles))
     return forward, BackwardPlan(**{**choice.backward, "num_sms": num_sms, "ring_tiles": ring_tiles})
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """As the copy engine reads it: contiguous, from a multiple of 16 bytes on."""
-    tensor = tensor.contiguous()
-    return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def _three(gate: Tensor | None, up: Tensor | None, down: Tensor | None) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -215,7 +204,7 @@ def gpu_forward(
     """
     inner = workspace_of(workspace)
     made = [] if schedule else make_schedule(inner, ids, num_experts)
-    rows, x = DeviceSchedule(*(schedule or made[:-1])), _aligned(x)
+    rows, x = DeviceSchedule(*(schedule or made[:-1])), aligned(x)
     term = None if term is None else term.contiguous()
     cut, _ = plans(inner, plan, gate.shape[1], num_experts)
     shared_out = torch.empty_like(x) if shared_scale is not None and saved_rows >= 0 else None
@@ -259,7 +248,7 @@ def gpu_shared_gate_up(
     inner, hidden = workspace_of(workspace), x.shape[1]
     cut, _ = plans(inner, plan, gate.shape[1], gate.shape[0] * inner.memory.size)
     inner.check()
-    rows, x = DeviceSchedule(*schedule), _aligned(x)
+    rows, x = DeviceSchedule(*schedule), aligned(x)
     none = dataclasses.replace(rows, num_tokens=torch.zeros_like(rows.num_tokens))
     down, shared_down = gate.view(gate.shape[0], hidden, gate.shape[1]), shared_gate.view(hidden, shared_gate.shape[0])
     with _turn(inner):
@@ -311,7 +300,7 @@ def gpu_backward(
     asked: (x, weights, experts, shared experts, shared scale). main_grads, shared_main_grads: none, or 3 fp32 tensors to add to instead.
     """
     inner = workspace_of(workspace)
-    d_out, x = _aligned(d_out), _aligned(x)
+    d_out, x = aligned(d_out), aligned(x)
     shared = _three(shared_gate, shared_up, shared_down)
     everyone = inner.memory.size > 1  # a peer may want what this rank does not
     needs = Needs(x=asked[0] or everyone, weights=asked[1] or everyone, experts=asked[2], shared=asked[3])
@@ -368,7 +357,7 @@ def gpu_forward_prequantized(
     """`gpu_forward` with gate, up and down as E4M3 values and their codes, in a workspace of any format: out [T, H], gate and up [C, I],
     the shared experts' gate and up [T, S]."""
     inner = workspace_of(workspace)
-    rows, x = DeviceSchedule(*schedule), _aligned(x)
+    rows, x = DeviceSchedule(*schedule), aligned(x)
     pairs = [Quantized(*pair) for pair in (gate, up, down)]
     with _turn(inner):
         view = inner.in_format(precision)  # type: ignore[arg-type]
@@ -439,7 +428,7 @@ def gpu_backward_prequantized(
     """`gpu_backward` of all gradients: d_x, d_weights, d_gate, d_up, d_down, the same three of the shared experts; without elements where
     there is none."""
     inner = workspace_of(workspace)
-    d_out, x = _aligned(d_out), _aligned(x)
+    d_out, x = aligned(d_out), aligned(x)
     with _turn(inner):
         view = inner.in_format(precision)  # type: ignore[arg-type]
         got = backward_from_pairs(

@@ -16,15 +16,13 @@ Legend: T tokens, E experts in all, K choices per token, G groups, P experts of 
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from mok import router
-from mok.kernels.launcher import cdiv, enqueue, next_power_of_2
+from mok.kernels.launcher import aligned, cdiv, enqueue, next_power_of_2, on_device
 
 MOST_EXPERTS = 1024
 ELEMENTS = 512  # of a warp, 16 of a thread; more than 1024, which only groups of odd sizes fill up to, are shared by several warps
@@ -185,17 +183,17 @@ def choose(
 
     No product is fused with a sum.
     """
-    logits = _aligned(logits_TE)
+    logits = aligned(logits_TE)
     tokens, experts = logits.shape
     ids = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
     weights, scores = torch.empty(tokens, top_k, device=logits.device), torch.empty_like(logits)
     padded_groups, padded = (next_power_of_2(n) for n in (num_groups, experts // num_groups))
     rows, warps = _tile(padded_groups * padded)
     if tokens:
-        with _on(logits.device):
+        with on_device(logits.device):
             enqueue(
                 choose_kernel, (cdiv(tokens, rows),),
-                logits, logits if bias_E is None else _aligned(bias_E.to(torch.float32)), ids, weights, scores, tokens,
+                logits, logits if bias_E is None else aligned(bias_E.to(torch.float32)), ids, weights, scores, tokens,
                 int(bias_E is not None), scaling_factor, E=experts, K=top_k, G=num_groups, TOP_GROUPS=top_groups, SCORE=score,
                 RENORMALIZE=renormalize, T2=rows, G2=padded_groups, P2=padded, num_warps=warps, enable_fp_fusion=False,
             )  # fmt: skip
@@ -258,16 +256,16 @@ def choose_backward(
     scaling_factor: float,
 ) -> Tensor:
     """d_logits [T, E] of what `choose` returned; a gradient that is None is one of zeros."""
-    logits, ids, scores = _aligned(logits_TE), _aligned(ids_TK), _aligned(scores_TE)
+    logits, ids, scores = aligned(logits_TE), aligned(ids_TK), aligned(scores_TE)
     (tokens, experts), top_k = logits.shape, ids.shape[1]
     d_logits = torch.empty_like(logits)
     padded = next_power_of_2(experts)
     rows, warps = _tile(padded)
     if tokens:
-        with _on(logits.device):
+        with on_device(logits.device):
             enqueue(
                 choose_backward_kernel, (cdiv(tokens, rows),),
-                *(logits if d is None else _aligned(d) for d in (d_weights_TK, d_scores_TE)), logits, ids, scores, d_logits, tokens,
+                *(logits if d is None else aligned(d) for d in (d_weights_TK, d_scores_TE)), logits, ids, scores, d_logits, tokens,
                 *(0 if d is None else tokens for d in (d_weights_TK, d_scores_TE)), scaling_factor, E=experts, K=top_k, SCORE=score,
                 RENORMALIZE=renormalize, UNROLL=min(top_k, 8), T2=rows, E2=padded, num_warps=warps, enable_fp_fusion=False,
             )  # fmt: skip
@@ -280,14 +278,3 @@ def choose_backward(
 def _tile(columns: int) -> tuple[int, int]:
     """Rows of a program, and its warps."""
     return max(ELEMENTS // columns, 1), max(columns // (2 * ELEMENTS), 1)
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """Contiguous, and at a multiple of 16 bytes."""
-    tensor = tensor.detach().contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Launch on this device; the interpreter's is the CPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
